@@ -1,0 +1,102 @@
+"""Which files hold a checkpoint's weights: indexes, name patterns, and their checks."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
+
+__all__ = [
+    "INDEX_NAME",
+    "check_member_name",
+    "check_present",
+    "choose_files",
+    "missing_numbered_files",
+    "natural_sort_key",
+    "parse_index",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_DIGITS = re.compile(r"(\d+)")
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.safetensors$")
+
+
+def natural_sort_key(path: str) -> tuple[tuple[int, int | str], ...]:
+    """Orders by base name, with runs of digits as numbers: `model-2` before `model-10`."""
+    parts = _DIGITS.split(posixpath.basename(path))
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
+
+
+def check_member_name(name: Any, path: str) -> str:
+    """A file's name inside a checkpoint folder, normalised.
+
+    Raises:
+        CheckpointError: It isn't a string, is absolute, or climbs out of the folder.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise CheckpointError(path, None, f"file name {name!r} is not a path inside the folder")
+    normal = posixpath.normpath(name)
+    if posixpath.isabs(name) or normal == ".." or normal.startswith("../") or normal == ".":
+        raise CheckpointError(path, None, f"file name {name!r} leads outside the folder")
+    return normal
+
+
+def parse_index(raw: bytes, path: str) -> dict[str, str]:
+    """The weight map of an index: tensor name to file name inside the folder.
+
+    Raises:
+        CorruptFileError: It is not JSON, or has no `weight_map` of names to names.
+        CheckpointError: An entry leads outside the folder.
+    """
+    try:
+        index = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(path, None, f"index is not JSON: {error}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CorruptFileError(path, None, "index has no weight_map object")
+    normal: dict[str, str] = {}
+    for file in weight_map.values():
+        if not isinstance(file, str) or file not in normal:
+            normal[file] = check_member_name(file, path)
+    return {name: normal[file] for name, file in weight_map.items()}
+
+
+def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
+    """The weight files of a folder, in natural order.
+
+    An index with entries decides alone. Without one, the folder's own `*.safetensors`; copies in
+    another naming (`consolidated*`) are left out where there are others.
+    """
+    if weight_map:
+        return sorted(set(weight_map.values()), key=lambda name: (natural_sort_key(name), name))
+    files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    others = [name for name in files if not name.startswith("consolidated")]
+    return sorted(others or files, key=lambda name: (natural_sort_key(name), name))
+
+
+def missing_numbered_files(files: Sequence[str]) -> list[str]:
+    """Files of a numbered set (`model-00001-of-00003.safetensors`) that are not among `files`."""
+    present = set(files)
+    sets = {(m["stem"], m["total"], len(m["number"])) for m in map(_NUMBERED.match, files) if m}
+    return [
+        name
+        for stem, total, width in sorted(sets)
+        for number in range(1, int(total) + 1)
+        if (name := f"{stem}-{number:0{width}d}-of-{total}.safetensors") not in present
+    ]
+
+
+def check_present(folder: str, wanted: Sequence[str], present: Iterable[str]) -> None:
+    """Raises `MissingFileError` naming each of `wanted` that isn't in `present`."""
+    there = set(present)
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        raise MissingFileError(
+            folder, missing, f"{len(missing)} of {len(wanted)} weight files are absent (incomplete download?)"
+        )

@@ -1,0 +1,230 @@
+"""The manifest of a checkpoint, made from headers and index alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+from raywl.checkpoint.header import FileHeader, TensorEntry, read_header
+from raywl.checkpoint.index import (
+    INDEX_NAME,
+    check_present,
+    choose_files,
+    missing_numbered_files,
+    natural_sort_key,
+    parse_index,
+)
+from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, some_of
+from raywl.sources import Source
+
+__all__ = ["FileEntry", "Manifest"]
+
+_MAX_INDEX_BYTES = 1 << 30
+_HEADER_THREADS = 8
+
+
+class FileEntry(NamedTuple):
+    """One file that holds weights."""
+
+    name: str
+    """Path inside the checkpoint's folder."""
+    size: int
+    """Bytes, header included."""
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """An immutable list of a checkpoint's files and tensors. Two are equal when their identities are."""
+
+    source: Source
+    files: tuple[FileEntry, ...]
+    """In natural order of their names."""
+    tensors: Mapping[str, TensorEntry]
+    """By file, then by name."""
+    identity: str
+    """The same on every node that has the same checkpoint."""
+    metadata: Mapping[str, str]
+    """The files' `__metadata__`; of a key that several files give, the first file's value."""
+    unindexed: tuple[str, ...] = ()
+    """Tensors that are in a file of the index, but that the index doesn't name."""
+    format: str = "safetensors"
+
+    @classmethod
+    def read(cls, source: Source, allow_patterns: Sequence[str] | None = None) -> Self:
+        """Reads and checks the index and all headers of a source, and nothing else.
+
+        Raises:
+            MissingFileError: Files that the index or a numbered set names are absent.
+            CheckpointError: There are no weights, or the files and the index contradict each other.
+            CorruptFileError: A header or the index is damaged.
+        """
+        weight_map, index_digest = _read_index(source)
+        listed = source.list()
+        names = choose_files(listed, weight_map)
+        if allow_patterns:
+            names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in allow_patterns)]
+            weight_map = weight_map and {t: f for t, f in weight_map.items() if f in set(names)}
+        if not names:
+            raise CheckpointError(_root(source), None, _why_empty(listed, allow_patterns))
+        sizes = {name: source.size(name) for name in names}
+        check_present(_root(source), names, [name for name, size in sizes.items() if size is not None])
+        if not weight_map and not allow_patterns and getattr(source, "only", None) is None:
+            _check_numbered(source, names)
+        files = tuple(FileEntry(name, sizes[name] or 0) for name in names)
+        with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
+            headers = list(pool.map(partial(_read_one, source), files))
+        tensors, unindexed = _merge(source, files, headers, weight_map)
+        metadata: dict[str, str] = {}
+        for header in headers:
+            metadata = {**header.metadata, **metadata}
+        return cls(
+            source=source,
+            files=files,
+            tensors=MappingProxyType(tensors),
+            identity=source.identity or _digest(index_digest, files, headers),
+            metadata=MappingProxyType(metadata),
+            unindexed=unindexed,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def path(self, file: str) -> str:
+        """Path of one of its files on this node."""
+        return self.source.path(file)
+
+    def entry(self, name: str) -> TensorEntry:
+        """The entry of a tensor.
+
+        Raises:
+            CheckpointError: There is no tensor by that name.
+        """
+        try:
+            return self.tensors[name]
+        except KeyError:
+            close = _nearest(name, self.tensors)
+            hint = f"; the nearest are {some_of(close)}" if close else ""
+            raise CheckpointError(
+                _root(self.source), name, f"not in the checkpoint ({len(self.tensors)} tensors){hint}"
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Manifest):
+            return NotImplemented
+        return self.identity == other.identity and self.files == other.files
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.source.ref!r}: {len(self.tensors)} tensors, "
+            f"{self.nbytes} bytes, {len(self.files)} files>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapping proxy doesn't pickle.
+        return {**self.__dict__, "tensors": dict(self.tensors), "metadata": dict(self.metadata)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state["tensors"] = MappingProxyType(state["tensors"])
+        state["metadata"] = MappingProxyType(state["metadata"])
+        self.__dict__.update(state)
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> list[str]:
+    import difflib
+
+    return difflib.get_close_matches(name, names, n=3, cutoff=0.8) if len(names) <= 20_000 else []
+
+
+def _root(source: Source) -> str:
+    return source.path("").rstrip("/") or source.ref
+
+
+def _why_empty(listed: Sequence[str], allow_patterns: Sequence[str] | None) -> str:
+    weights = [name for name in listed if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    if allow_patterns:
+        return f"no weight file matches {list(allow_patterns)} (there are: {some_of(weights) or 'none'})"
+    if weights:
+        return f"no safetensors weights here; other formats can't be read: {some_of(weights)}"
+    return f"no weights here: none of its {len(listed)} files is a safetensors file"
+
+
+def _check_numbered(source: Source, names: list[str]) -> None:
+    missing = missing_numbered_files(names)
+    if missing:
+        raise MissingFileError(
+            _root(source), missing, f"{len(missing)} files of a numbered set are absent (incomplete download?)"
+        )
+
+
+def _read_index(source: Source) -> tuple[dict[str, str] | None, str | None]:
+    if getattr(source, "only", None) is not None:
+        return None, None
+    size = source.size(INDEX_NAME)
+    if size is None:
+        return None, None
+    if size > _MAX_INDEX_BYTES:
+        raise CorruptFileError(source.path(INDEX_NAME), None, f"index of {size} bytes is too large")
+    raw = source.read(INDEX_NAME, 0, size)
+    return parse_index(raw, source.path(INDEX_NAME)), hashlib.sha256(raw).hexdigest()
+
+
+def _read_one(source: Source, file: FileEntry) -> FileHeader:
+    return read_header(
+        partial(source.read, file.name), file.size, path=source.path(file.name), file=file.name
+    )
+
+
+def _merge(
+    source: Source,
+    files: Sequence[FileEntry],
+    headers: Sequence[FileHeader],
+    weight_map: dict[str, str] | None,
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """All files' tensors under one roof; the index says which file a doubled name is taken from."""
+    tensors: dict[str, TensorEntry] = {}
+    for file, header in zip(files, headers, strict=True):
+        for name in sorted(header.tensors):
+            entry = header.tensors[name]
+            other = tensors.get(name)
+            wanted = (weight_map or {}).get(name)
+            if other is None or wanted == file.name:
+                if wanted is None or wanted == file.name:
+                    tensors[name] = entry
+            elif wanted is None:
+                raise CheckpointError(
+                    _root(source),
+                    name,
+                    f"is in two files, {other.file} and {file.name}, and no index says which one counts",
+                )
+    if not weight_map:
+        return tensors, ()
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise CheckpointError(
+            source.path(weight_map[absent[0]]),
+            absent[0],
+            f"the index says that it is in this file, but it isn't ({len(absent)} such tensors)",
+        )
+    return tensors, tuple(name for name in tensors if name not in weight_map)
+
+
+def _digest(index: str | None, files: Sequence[FileEntry], headers: Sequence[FileHeader]) -> str:
+    rows = [[file.name, file.size, header.digest] for file, header in zip(files, headers, strict=True)]
+    return "local:" + hashlib.sha256(json.dumps([index, rows]).encode()).hexdigest()
+
+
+def sorted_for_iteration(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Names by file in natural order, then by name: the order of every iterator on every rank."""
+    return sorted(names, key=lambda name: (natural_sort_key(tensors[name].file), tensors[name].file, name))

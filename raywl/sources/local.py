@@ -1,0 +1,73 @@
+"""Folders and files on this machine's file systems."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+
+from raywl.errors import NotFoundError, SourceError
+
+__all__ = ["LocalSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A folder of this node, or one file of it."""
+
+    ref: str
+    folder: str
+    """Absolute path."""
+    only: str | None = None
+    """The one file that was asked for, by name, or `None` for the folder."""
+    identity: str | None = None
+
+    @classmethod
+    def open(cls, ref: str, subfolder: str | None = None) -> LocalSource:
+        """The source for a path.
+
+        Raises:
+            NotFoundError: Nothing is there.
+        """
+        path = os.path.abspath(os.path.expanduser(ref))
+        if subfolder:
+            path = os.path.join(path, subfolder)
+        if os.path.isdir(path):
+            return cls(ref, path)
+        if os.path.isfile(path):
+            return cls(ref, os.path.dirname(path), os.path.basename(path))
+        raise NotFoundError(path, "path not found: there is no such folder or file", local=True)
+
+    def list(self) -> list[str]:
+        if self.only is not None:
+            return [self.only]
+        try:
+            with os.scandir(self.folder) as entries:
+                return sorted(entry.name for entry in entries if not entry.is_dir())
+        except OSError as error:
+            raise SourceError(self.folder, f"can't be listed: {error.strerror}") from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            info = os.stat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise SourceError(self.path(name), f"can't be read: {error.strerror}") from error
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+    def read(self, name: str, start: int, end: int) -> bytes:
+        path = self.path(name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                os.lseek(file.fileno(), start, os.SEEK_SET)
+                pieces = []
+                while start < end and (piece := file.read(end - start)):
+                    pieces.append(piece)
+                    start += len(piece)
+                return b"".join(pieces)
+        except OSError as error:
+            raise SourceError(path, f"can't be read at byte {start}: {error.strerror}") from error
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)

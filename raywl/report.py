@@ -1,0 +1,112 @@
+"""What happened during a load: plain values that pickle, print and become a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raywl.plan import LoadPlan
+    from raywl.types import ParallelContext
+
+__all__ = ["GroupReport", "LoadReport"]
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """One rank's load."""
+
+    ref: str
+    """The checkpoint as the user named it."""
+    identity: str
+    """The checkpoint's identity."""
+    context: ParallelContext
+    """Where the rank stands."""
+    loaded: list[str] = field(default_factory=list)
+    """Checkpoint tensors of which at least a part ended in the model."""
+    missing: list[str] = field(default_factory=list)
+    """Parameters and persistent buffers that nothing set."""
+    unexpected: list[str] = field(default_factory=list)
+    """Checkpoint tensors that have no place in the model."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Checkpoint tensors left out on purpose, with the reason."""
+    partial: dict[str, str] = field(default_factory=dict)
+    """Parameters that were set only in part, with what is known about the rest."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen automatically, and why."""
+    bytes_read: int = 0
+    """Bytes asked of the source."""
+    bytes_loaded: int = 0
+    """Bytes that ended in parameters and buffers, counted in the checkpoint's dtype."""
+    bytes_by_file: dict[str, int] = field(default_factory=dict)
+    """Of `bytes_read`, by file."""
+    seconds: float = 0.0
+    """Wall time of the whole call."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: open, plan, read, post."""
+    plan: LoadPlan | None = None
+    """The reads that were made."""
+    node: str | None = None
+    """Address of the node it ran on, when on a cluster."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the plan's single reads, as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "context")}
+        values["context"] = self.context.to_dict()
+        values["plan"] = None if self.plan is None else self.plan.summary()
+        return values
+
+
+@dataclass(slots=True)
+class GroupReport:
+    """A group's load: the reports of its ranks in rank order, and what only all of them together know."""
+
+    ref: str
+    """The checkpoint as the user named it."""
+    identity: str
+    """The checkpoint's identity, the same on every node."""
+    ranks: list[LoadReport] = field(default_factory=list)
+    """In rank order; with replicas, one replica after the other."""
+    unexpected: list[str] = field(default_factory=list)
+    """Checkpoint tensors that have no place on any rank."""
+    seconds: float = 0.0
+    """Wall time from the call of `launch` until the last rank was done."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of the launch: connect, place, agents, load."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen automatically, and why."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes asked of the source by all ranks."""
+        return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes that ended in parameters, over all ranks."""
+        return sum(rank.bytes_loaded for rank in self.ranks)
+
+    @property
+    def loaded(self) -> list[str]:
+        """Tensors of which some rank loaded at least a part."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank.loaded))
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters that some rank was left with unset."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank.missing))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return {
+            "ref": self.ref,
+            "identity": self.identity,
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "unexpected": self.unexpected,
+            "missing": self.missing,
+            "bytes_read": self.bytes_read,
+            "bytes_loaded": self.bytes_loaded,
+            "seconds": self.seconds,
+            "phases": self.phases,
+            "notes": self.notes,
+        }

@@ -1,0 +1,104 @@
+"""Loaders of parameters that hold one checkpoint tensor, or this rank's part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raywl.errors import ShapeMismatchError
+from raywl.loaders.copying import check_shape, copy_checked, settle, weight_name
+from raywl.loaders.ranks import ambient_context
+
+__all__ = [
+    "composed_weight_loader",
+    "default_weight_loader",
+    "row_parallel_weight_loader",
+    "sharded_weight_loader",
+]
+
+WeightLoader = Callable[..., Any]
+"""`loader(param, loaded_weight, *more)`."""
+
+
+def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """Copies a weight into a parameter of the same shape.
+
+    One element goes into one element whatever their shapes. `uint8` into `float8_e8m0fnu` or
+    `float4_e2m1fn_x2`, and back, is copied as bits.
+
+    Raises:
+        ShapeMismatchError: The shapes differ; nothing is broadcast.
+    """
+    copy_checked(param.data, loaded_weight, weight_name(param, loaded_weight))
+
+
+def row_parallel_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """Copies this rank's part of dim 0; a 1-D parameter gets the whole weight.
+
+    Raises:
+        ShapeMismatchError: The weight isn't `tp_size` times the parameter along dim 0.
+    """
+    if param.dim() == 1:
+        default_weight_loader(param, loaded_weight)
+    else:
+        _load_part(param, loaded_weight, 0)
+
+
+def sharded_weight_loader(axis: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A loader that copies this rank's part of dim `axis` (negative counts from the last).
+
+    The loader raises `ShapeMismatchError`, with name, sizes and rank, when the weight isn't `tp_size`
+    times the parameter along `axis`: neither a rank's part that lies outside nor elements that no rank
+    keeps pass in silence.
+    """
+
+    def load_part(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        _load_part(param, loaded_weight, axis)
+
+    return load_part
+
+
+def _load_part(param: torch.Tensor, loaded_weight: torch.Tensor, axis: int) -> None:
+    name = weight_name(param, loaded_weight)
+    context = ambient_context()
+    rank, size = context.tp_rank, context.tp_size
+    if size == 1:
+        copy_checked(param.data, loaded_weight, name)
+        return
+    if not -param.dim() <= axis < param.dim():
+        raise ShapeMismatchError(
+            name, tuple(param.shape), tuple(loaded_weight.shape), f"the parameter has no dim {axis} to cut"
+        )
+    axis %= param.dim()
+    length = param.shape[axis]
+    whole = list(param.shape)
+    whole[axis] = length * size
+    check_shape(
+        name,
+        whole,
+        loaded_weight,
+        f"rank {rank} of {size} keeps {length} of dim {axis}, from {rank * length}; shape differs",
+    )
+    copy_checked(param.data, loaded_weight.narrow(axis, rank * length, length), name)
+
+
+def composed_weight_loader(
+    loader: WeightLoader, fn: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., None]:
+    """A loader that runs `loader` and then sets the parameter to `fn(param)`.
+
+    The composed loader passes what else it is called with to `loader`, and raises `ShapeMismatchError`
+    when `fn` gives another shape.
+    """
+
+    def load_then_apply(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loader(param, loaded_weight, *args, **kwargs)
+        settle(loaded_weight)
+        with torch.no_grad():
+            result = fn(param)
+        check_shape(weight_name(param, loaded_weight), param.shape, result, "the function gave another shape")
+        param.data.copy_(result)
+
+    return load_then_apply

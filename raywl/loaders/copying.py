@@ -1,0 +1,73 @@
+"""The one way that weights get into parameters here: shapes checked, then a plain `copy_`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from raywl.errors import ShapeMismatchError
+
+__all__ = ["check_shape", "copy_checked", "part_of", "settle", "weight_name"]
+
+# Their numbers mean nothing to arithmetic: `copy_` between them and uint8 would convert 1.0 to 1.
+_BYTE_CODED = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
+
+
+def weight_name(*tensors: torch.Tensor) -> str | None:
+    """The first name that one of the tensors carries: a parameter's, or a lazy weight's."""
+    for tensor in tensors:
+        name = getattr(tensor, "raywl_name", None)
+        if isinstance(name, str):
+            return name
+    return None
+
+
+def settle(loaded_weight: torch.Tensor) -> None:
+    """Makes copies from a lazy weight happen now, for loaders that go on to use what was copied."""
+    flush = getattr(loaded_weight, "raywl_flush", None)
+    if flush is not None:
+        flush()
+
+
+def check_shape(
+    name: str | None, expected: Sequence[int], got: torch.Tensor, reason: str = "shape differs"
+) -> None:
+    """Raises `ShapeMismatchError` unless `got` has the shape `expected`."""
+    if tuple(got.shape) != tuple(expected):
+        raise ShapeMismatchError(name, expected, tuple(got.shape), reason)
+
+
+def part_of(total: int, rank: int, num_parts: int, what: str, name: str | None) -> int:
+    """Length of one of `num_parts` equal parts of `total`.
+
+    Raises:
+        ValueError: They wouldn't be equal; the message has the sizes, the rank and the name.
+    """
+    if total % num_parts:
+        where = "" if name is None else f"{name}: "
+        raise ValueError(
+            f"{where}{what} {total} can't be cut into {num_parts} equal parts (rank {rank} of {num_parts})"
+        )
+    return total // num_parts
+
+
+def copy_checked(target: torch.Tensor, loaded_weight: torch.Tensor, name: str | None = None) -> None:
+    """Copies a weight into `target`, a parameter's data or a view of it.
+
+    Args:
+        target: Where it goes; must not require grad.
+        loaded_weight: Equal shape, or one element where `target` has one.
+        name: For messages.
+
+    Raises:
+        ShapeMismatchError: Any other pair of shapes. Nothing was copied.
+    """
+    if target.shape != loaded_weight.shape:
+        if target.numel() != 1 or loaded_weight.numel() != 1:
+            raise ShapeMismatchError(name, tuple(target.shape), tuple(loaded_weight.shape))
+        loaded_weight = loaded_weight.view(target.shape)
+    dtypes = {target.dtype, loaded_weight.dtype}
+    if len(dtypes) == 2 and torch.uint8 in dtypes and dtypes & _BYTE_CODED:
+        target, loaded_weight = target.view(torch.uint8), loaded_weight.view(torch.uint8)
+    target.copy_(loaded_weight)

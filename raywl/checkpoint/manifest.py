@@ -164,7 +164,9 @@ def _check_numbered(source: Source, names: list[str]) -> None:
     missing = missing_numbered_files(names)
     if missing:
         raise MissingFileError(
-            _root(source), missing, f"{len(missing)} files of a numbered set are absent (incomplete download?)"
+            _root(source),
+            missing,
+            f"{len(missing)} files of a numbered set are absent (incomplete download?)",
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
+from raywl.checkpoint.strict_json import parse_json
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
 
 INDEX_NAME = "model.safetensors.index.json"
 
+_MAX_LISTED = 1000
 _DIGITS = re.compile(r"(\d+)")
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.safetensors$")
 
@@ -50,18 +52,16 @@ def parse_index(raw: bytes, path: str) -> dict[str, str]:
     """The weight map of an index: tensor name to file name inside the folder.
 
     Raises:
-        CorruptFileError: It is not JSON, or has no `weight_map` of names to names.
+        CorruptFileError: It is not JSON, has a name twice, or has no `weight_map` object.
         CheckpointError: An entry leads outside the folder.
     """
-    try:
-        index = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(path, None, f"index is not JSON: {error}") from None
+    index = parse_json(raw, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptFileError(path, None, "index has no weight_map object")
     normal: dict[str, str] = {}
     for file in weight_map.values():
+        # A map names each file thousands of times.
         if not isinstance(file, str) or file not in normal:
             normal[file] = check_member_name(file, path)
     return {name: normal[file] for name, file in weight_map.items()}
@@ -80,16 +80,26 @@ def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> lis
     return sorted(others or files, key=lambda name: (natural_sort_key(name), name))
 
 
-def missing_numbered_files(files: Sequence[str]) -> list[str]:
-    """Files of a numbered set (`model-00001-of-00003.safetensors`) that are not among `files`."""
-    present = set(files)
-    sets = {(m["stem"], m["total"], len(m["number"])) for m in map(_NUMBERED.match, files) if m}
-    return [
-        name
-        for stem, total, width in sorted(sets)
-        for number in range(1, int(total) + 1)
-        if (name := f"{stem}-{number:0{width}d}-of-{total}.safetensors") not in present
-    ]
+def missing_numbered_files(files: Sequence[str]) -> tuple[int, list[str]]:
+    """What numbered sets (`model-00001-of-00003.safetensors`) among `files` lack.
+
+    Returns:
+        How many files are missing, and the names of the first ones, since a name can claim any number.
+    """
+    present: dict[tuple[str, str, int], set[int]] = {}
+    for found in filter(None, map(_NUMBERED.match, files)):
+        key = found["stem"], found["total"], len(found["number"])
+        present.setdefault(key, set()).add(int(found["number"]))
+    num_missing, names = 0, []
+    for (stem, total, width), numbers in sorted(present.items()):
+        first = 0 if 0 in numbers else 1
+        wanted = range(first, int(total) + first)
+        num_missing += len(wanted) - sum(number in wanted for number in numbers)
+        absent = (number for number in wanted if number not in numbers)
+        names += [
+            f"{stem}-{number:0{width}d}-of-{total}.safetensors" for number in islice(absent, _MAX_LISTED)
+        ]
+    return num_missing, names
 
 
 def check_present(folder: str, wanted: Sequence[str], present: Iterable[str]) -> None:

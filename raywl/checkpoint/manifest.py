@@ -57,7 +57,7 @@ class Manifest:
     format: str = "safetensors"
 
     @classmethod
-    def read(cls, source: Source, allow_patterns: Sequence[str] | None = None) -> Self:
+    def read(cls, source: Source, allow_patterns: str | Sequence[str] | None = None) -> Self:
         """Reads and checks the index and all headers of a source, and nothing else.
 
         Raises:
@@ -65,17 +65,19 @@ class Manifest:
             CheckpointError: There are no weights, or the files and the index contradict each other.
             CorruptFileError: A header or the index is damaged.
         """
-        weight_map, index_digest = _read_index(source)
+        patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
         listed = source.list()
+        weight_map, index_digest = _read_index(source, listed)
         names = choose_files(listed, weight_map)
-        if allow_patterns:
-            names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in allow_patterns)]
-            weight_map = weight_map and {t: f for t, f in weight_map.items() if f in set(names)}
+        if patterns:
+            names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+            chosen = set(names)
+            weight_map = weight_map and {t: f for t, f in weight_map.items() if f in chosen}
         if not names:
-            raise CheckpointError(_root(source), None, _why_empty(listed, allow_patterns))
+            raise CheckpointError(_root(source), None, _why_empty(listed, patterns))
         sizes = {name: source.size(name) for name in names}
         check_present(_root(source), names, [name for name, size in sizes.items() if size is not None])
-        if not weight_map and not allow_patterns and getattr(source, "only", None) is None:
+        if not weight_map and not patterns and source.only is None:
             _check_numbered(source, names)
         files = tuple(FileEntry(name, sizes[name] or 0) for name in names)
         with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
@@ -148,34 +150,36 @@ def _nearest(name: str, names: Mapping[str, Any]) -> list[str]:
 
 
 def _root(source: Source) -> str:
-    return source.path("").rstrip("/") or source.ref
+    return source.path(source.only or "").rstrip("/") or source.ref
 
 
-def _why_empty(listed: Sequence[str], allow_patterns: Sequence[str] | None) -> str:
+def _why_empty(listed: Sequence[str], patterns: Sequence[str]) -> str:
     weights = [name for name in listed if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-    if allow_patterns:
-        return f"no weight file matches {list(allow_patterns)} (there are: {some_of(weights) or 'none'})"
+    if patterns:
+        return f"no weight file matches {list(patterns)} (there are: {some_of(weights) or 'none'})"
     if weights:
         return f"no safetensors weights here; other formats can't be read: {some_of(weights)}"
-    return f"no weights here: none of its {len(listed)} files is a safetensors file"
+    return f"no weights here: none of its {_files(len(listed))} is a safetensors file"
+
+
+def _files(count: int) -> str:
+    return f"{count} file" if count == 1 else f"{count} files"
 
 
 def _check_numbered(source: Source, names: list[str]) -> None:
-    missing = missing_numbered_files(names)
-    if missing:
-        raise MissingFileError(
-            _root(source),
-            missing,
-            f"{len(missing)} files of a numbered set are absent (incomplete download?)",
-        )
+    count, missing = missing_numbered_files(names)
+    if count:
+        lacking = f"a numbered set lacks {_files(count)} (incomplete download?)"
+        raise MissingFileError(_root(source), missing, lacking)
 
 
-def _read_index(source: Source) -> tuple[dict[str, str] | None, str | None]:
-    if getattr(source, "only", None) is not None:
+def _read_index(source: Source, listed: Sequence[str]) -> tuple[dict[str, str] | None, str | None]:
+    """The weight map and the digest of a folder's index, if it has one."""
+    if source.only is not None or INDEX_NAME not in listed:
         return None, None
     size = source.size(INDEX_NAME)
     if size is None:
-        return None, None
+        raise MissingFileError(_root(source), [INDEX_NAME], "it leads to no file (incomplete download?)")
     if size > _MAX_INDEX_BYTES:
         raise CorruptFileError(source.path(INDEX_NAME), None, f"index of {size} bytes is too large")
     raw = source.read(INDEX_NAME, 0, size)

@@ -18,6 +18,10 @@ class Source(Protocol):
     def identity(self) -> str | None:
         """What the source itself identifies the content by (a commit), or `None`."""
 
+    @property
+    def only(self) -> str | None:
+        """The one file that was asked for, by name, or `None` for the folder."""
+
     def list(self) -> list[str]:
         """Names of the files in its folder, without those of sub-folders."""
 

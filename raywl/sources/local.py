@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from raywl.errors import NotFoundError, SourceError
 
 __all__ = ["LocalSource"]
+
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class LocalSource:
         Raises:
             NotFoundError: Nothing is there.
         """
+        if not ref:
+            raise NotFoundError(ref, "an empty path names no checkpoint", local=True)
         path = os.path.abspath(os.path.expanduser(ref))
         if subfolder:
             path = os.path.join(path, subfolder)
@@ -43,16 +48,16 @@ class LocalSource:
             return [self.only]
         try:
             with os.scandir(self.folder) as entries:
-                return sorted(entry.name for entry in entries if not entry.is_dir())
+                return sorted(entry.name for entry in entries if not _is_folder(entry))
         except OSError as error:
             raise SourceError(self.folder, f"can't be listed: {error.strerror}") from error
 
     def size(self, name: str) -> int | None:
         try:
             info = os.stat(self.path(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
         except OSError as error:
+            if error.errno in _NOTHING_THERE:
+                return None
             raise SourceError(self.path(name), f"can't be read: {error.strerror}") from error
         return info.st_size if stat.S_ISREG(info.st_mode) else None
 
@@ -71,3 +76,11 @@ class LocalSource:
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link in a circle, or one that leads where nobody may look.
+        return False

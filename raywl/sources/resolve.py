@@ -17,4 +17,4 @@ def resolve(ref: str | os.PathLike[str], *, subfolder: str | None = None) -> Sou
         NotFoundError: There is no such path.
         SourceError: It can't be read.
     """
-    return LocalSource.open(os.fspath(ref), subfolder)
+    return LocalSource.open(os.fsdecode(ref), subfolder)

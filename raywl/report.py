@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+from raywl import html
 
 if TYPE_CHECKING:
     from raywl.plan import LoadPlan
@@ -55,6 +58,17 @@ class LoadReport:
         values["context"] = self.context.to_dict()
         values["plan"] = None if self.plan is None else self.plan.summary()
         return values
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a self-contained page; an earlier one is replaced whole.
+
+        Raises:
+            OSError: The folder doesn't exist or can't be written to.
+        """
+        html.write_page(path, html.page(f"Load of {self.ref}", html.report_sections(self)))
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self)
 
 
 @dataclass(slots=True)
@@ -110,3 +124,14 @@ class GroupReport:
             "phases": self.phases,
             "notes": self.notes,
         }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a self-contained page; an earlier one is replaced whole.
+
+        Raises:
+            OSError: The folder doesn't exist or can't be written to.
+        """
+        html.write_page(path, html.page(f"Load of {self.ref}", html.report_sections(self)))
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self)

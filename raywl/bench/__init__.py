@@ -1,0 +1,1 @@
+"""Side-by-side measurements. Imports no Ray; each contestant runs in a fresh process."""

@@ -1,0 +1,115 @@
+"""Arguments that several subcommands take, and the parser that reports misuse as an error."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn, Protocol
+
+from raywl.cli.outcome import UsageError
+from raywl.cli.output import Output
+
+__all__ = [
+    "Parser",
+    "Run",
+    "Subparsers",
+    "add_command",
+    "add_parallel_arguments",
+    "add_source_arguments",
+    "add_weights_arguments",
+    "positive",
+    "sizes",
+    "source_arguments",
+]
+
+Subparsers = Any
+"""argparse's own class for it has no public name."""
+
+
+class Run(Protocol):
+    """What a subcommand does; returns the exit code."""
+
+    def __call__(self, args: argparse.Namespace, out: Output) -> int: ...
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print and exit, so that `--json` covers misuse too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def add_command(subparsers: Subparsers, name: str, run: Run, help: str, description: str) -> Parser:
+    """A subcommand's parser, with the options that every subcommand has."""
+    parser: Parser = subparsers.add_parser(name, help=help, description=description, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
+    return parser
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """REF and how it is opened."""
+    parser.add_argument("ref", metavar="REF", help="folder with safetensors files, or one such file")
+    parser.add_argument("--subfolder", metavar="NAME", help="folder inside REF that holds the weights")
+    parser.add_argument(
+        "--allow-pattern",
+        metavar="GLOB",
+        action="append",
+        dest="allow_patterns",
+        help="take only weight files whose name matches; may be given again",
+    )
+
+
+def source_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `open_checkpoint` that the command line gave."""
+    return {"subfolder": args.subfolder, "allow_patterns": args.allow_patterns}
+
+
+def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the group of ranks."""
+    group = parser.add_argument_group("group of ranks")
+    for kind, meaning in (
+        ("tp", "tensor-parallel"),
+        ("pp", "pipeline-parallel"),
+        ("dp", "data-parallel"),
+        ("ep", "expert-parallel"),
+    ):
+        group.add_argument(
+            f"--{kind}", type=positive, default=1, metavar="N", help=f"{meaning} size (default 1)"
+        )
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes as `launch` and `ParallelContext.of_rank` take them."""
+    return {"tp_size": args.tp, "pp_size": args.pp, "dp_size": args.dp, "ep_size": args.ep}
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which parameters the weights go to."""
+    group = parser.add_argument_group(
+        "parameters",
+        "Without --model: one empty parameter for each tensor, cut by --tp-plan, else by the plan of the "
+        "checkpoint's transformers config class where that is installed, else replicated.",
+    )
+    group.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="called with each rank's ParallelContext, returns the torch module to load",
+    )
+    group.add_argument(
+        "--tp-plan",
+        metavar="FILE",
+        help="JSON object of name pattern to style, as in Hugging Face configs",
+    )

@@ -1,0 +1,98 @@
+"""`raywl bench`: measurements that others can repeat."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from raywl.cli.arguments import (
+    Parser,
+    Subparsers,
+    add_command,
+    add_source_arguments,
+    positive,
+    source_arguments,
+)
+from raywl.cli.outcome import BUG, DONE
+from raywl.cli.output import Output
+from raywl.cli.weights import choose_cuts
+from raywl.text import format_bytes
+from raywl.types import Shard
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("bench", help="measure loading beside the raw limit", allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="WHAT", required=True, dest="what", parser_class=Parser)
+    load = add_command(
+        commands,
+        "load",
+        run_load,
+        help="load_into beside raw reads and a safe_open loop",
+        description="Brings REF into memory that was touched before, in turn by parallel preadv and nothing "
+        "else (the raw limit), by load_into, and by a safe_open loop, each in a fresh process, and compares "
+        "what arrived bit by bit.",
+    )
+    add_source_arguments(load)
+    load.add_argument("--repeat", type=positive, default=5, metavar="N", help="repetitions (default 5)")
+    cache = load.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each run"
+    )
+    cache.add_argument("--warm", action="store_true", help="fill the page cache before each run (default)")
+    load.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks, one process each (default 1)",
+    )
+    load.add_argument("--tp-plan", metavar="FILE", help="JSON object of name pattern to style")
+
+
+def run_load(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.load import LoadBenchmark
+    from raywl.opening import open_checkpoint
+
+    manifest = open_checkpoint(args.ref, **source_arguments(args))
+    cuts = choose_cuts(manifest, args.tp, args.tp_plan)
+    benchmark = LoadBenchmark(
+        manifest,
+        args.ref,
+        source_arguments(args),
+        cold=args.cold,
+        tp_size=args.tp,
+        shards={name: spec.dim for name, spec in cuts.shards.items() if isinstance(spec, Shard)},
+        notes=[] if args.tp == 1 else [f"tensors are {cuts.source}"],
+    )
+    benchmark.run(args.repeat, out.say)
+    found = benchmark.to_dict()
+    out.json(found)
+    _show(found, out)
+    return DONE if found["identical"] else BUG
+
+
+def _show(found: dict[str, Any], out: Output) -> None:
+    out.text(
+        f"{found['ref']}: {format_bytes(found['nbytes'])}, {found['cache']}, {found['tp_size']} ranks, "
+        f"{found['num_repetitions']} repetitions; raw limit is {found['raw']}"
+    )
+    rows = [
+        [
+            name,
+            f"{of['median_s']:.3f}",
+            f"{of['min_s']:.3f}",
+            f"{of['max_s']:.3f}",
+            f"{format_bytes(of['bytes_per_s'])}/s",
+            f"{of['ratio_to_raw']:.2f}",
+            "-" if of["disk_bytes"] is None else format_bytes(of["disk_bytes"]),
+        ]
+        for name, of in found["contestants"].items()
+    ]
+    out.table(["contestant", "median s", "min", "max", "rate", "x raw", "from disk"], rows)
+    for note in found["notes"]:
+        out.text(f"note: {note}")
+    out.text(
+        "all brought the same bytes" if found["identical"] else "the contestants brought DIFFERENT bytes"
+    )

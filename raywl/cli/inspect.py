@@ -1,0 +1,102 @@
+"""`raywl inspect`: what a checkpoint holds, from its index and headers alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from raywl.checkpoint import Manifest
+from raywl.cli.arguments import Subparsers, add_command, add_source_arguments
+from raywl.cli.outcome import DONE
+from raywl.cli.output import Output
+from raywl.errors import some_of
+from raywl.sources import resolve
+from raywl.text import format_bytes
+
+__all__ = ["add_parser", "describe"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "inspect",
+        run,
+        help="files, dtypes, sizes and problems of a checkpoint",
+        description="Shows what a checkpoint holds. Reads its index and headers, and no tensor data.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor too")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    # Not open_checkpoint, which can read tensors too and so may come to need torch: this is to start fast.
+    manifest = Manifest.read(resolve(args.ref, subfolder=args.subfolder), args.allow_patterns)
+    found = describe(manifest)
+    out.json(found)
+    out.text(
+        f"{args.ref}: {found['format']}, {len(manifest.tensors)} tensors, {format_bytes(found['nbytes'])}"
+    )
+    out.text(f"identity {found['identity']}")
+    out.table(
+        ["file", "size", "tensors"],
+        [[f["name"], format_bytes(f["size"]), str(f["num_tensors"])] for f in found["files"]],
+        title="Files",
+    )
+    out.table(
+        ["dtype", "tensors", "bytes"],
+        [[d, str(of["num_tensors"]), format_bytes(of["nbytes"])] for d, of in found["dtypes"].items()],
+        title="Dtypes",
+    )
+    if found["metadata"]:
+        out.table(["key", "value"], [[k, v] for k, v in found["metadata"].items()], title="Metadata")
+    if args.tensors:
+        rows = [
+            [name, e.dtype, "x".join(map(str, e.shape)) or "scalar", format_bytes(e.nbytes), e.file]
+            for name, e in manifest.tensors.items()
+        ]
+        out.table(["tensor", "dtype", "shape", "bytes", "file"], rows, title="Tensors")
+    out.text()
+    for problem in found["problems"]:
+        out.text(f"problem: {problem}")
+    if not found["problems"]:
+        out.text("no problems found in index and headers")
+    return DONE
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """A checkpoint's files, tensors and problems, as JSON values under the names of the Python API."""
+    dtypes: dict[str, dict[str, int]] = {}
+    per_file = dict.fromkeys((file.name for file in manifest.files), 0)
+    for entry in manifest.tensors.values():
+        of_dtype = dtypes.setdefault(entry.dtype, {"num_tensors": 0, "nbytes": 0})
+        of_dtype["num_tensors"] += 1
+        of_dtype["nbytes"] += entry.nbytes
+        per_file[entry.file] += 1
+    return {
+        "ref": manifest.source.ref,
+        "identity": manifest.identity,
+        "format": manifest.format,
+        "nbytes": manifest.nbytes,
+        "num_tensors": len(manifest.tensors),
+        "files": [{**file._asdict(), "num_tensors": per_file[file.name]} for file in manifest.files],
+        "dtypes": dict(sorted(dtypes.items())),
+        "metadata": dict(manifest.metadata),
+        "problems": _problems(manifest),
+        "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
+    }
+
+
+def _problems(manifest: Manifest) -> list[str]:
+    problems = []
+    if manifest.unindexed:
+        problems.append(
+            f"{len(manifest.unindexed)} tensors are in the files but not in the index: "
+            f"{some_of(manifest.unindexed)}"
+        )
+    used = {file.name for file in manifest.files}
+    unused = [n for n in manifest.source.list() if n.endswith(".safetensors") and n not in used]
+    if unused:
+        problems.append(f"{len(unused)} safetensors files of the folder are not used: {some_of(unused)}")
+    if not manifest.tensors:
+        problems.append("there are no tensors")
+    return problems

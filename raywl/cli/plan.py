@@ -1,0 +1,89 @@
+"""`raywl plan`: how many bytes each rank would read, of which files. Reads no tensor data."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from raywl.cli.arguments import (
+    Subparsers,
+    add_command,
+    add_parallel_arguments,
+    add_source_arguments,
+    add_weights_arguments,
+    sizes,
+    source_arguments,
+)
+from raywl.cli.outcome import DONE
+from raywl.cli.output import Output
+from raywl.cli.weights import choose_cuts
+from raywl.text import format_bytes
+from raywl.types import ParallelContext
+
+if TYPE_CHECKING:
+    from raywl.plan import LoadPlan
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "plan",
+        run,
+        help="bytes per rank and per file, before loading",
+        description="Shows what each rank would read, and how much of it it would keep.",
+    )
+    add_source_arguments(parser)
+    add_parallel_arguments(parser)
+    add_weights_arguments(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from raywl.opening import open_checkpoint
+
+    group = sizes(args)
+    num_ranks = args.pp * args.dp * args.tp
+    contexts = [ParallelContext.of_rank(rank, **group) for rank in range(num_ranks)]
+    checkpoint = open_checkpoint(args.ref, **source_arguments(args))
+    cuts = choose_cuts(checkpoint, args.tp, args.tp_plan)
+    plans = [checkpoint.plan(parallel=context, shards=cuts.shards) for context in contexts]
+    notes = [f"one empty parameter for each tensor, {cuts.source}"]
+    nbytes, kept = sum(plan.nbytes for plan in plans), sum(plan.nbytes_kept for plan in plans)
+    out.json(
+        {
+            "ref": args.ref,
+            "identity": checkpoint.identity,
+            "checkpoint_nbytes": checkpoint.nbytes,
+            "nbytes": nbytes,
+            "nbytes_kept": kept,
+            "ranks": [{"rank": plan.context.rank, **plan.summary()} for plan in plans],
+            "notes": notes,
+        }
+    )
+    out.text(
+        f"{args.ref}: {format_bytes(checkpoint.nbytes)} of tensors; {num_ranks} ranks ask for "
+        f"{format_bytes(nbytes)} and keep {format_bytes(kept)}"
+    )
+    _show(plans, out)
+    for note in notes:
+        out.text(f"note: {note}")
+    return DONE
+
+
+def _show(plans: list[LoadPlan], out: Output) -> None:
+    rows = [
+        [
+            str(plan.context.rank),
+            format_bytes(plan.nbytes),
+            format_bytes(plan.nbytes_kept),
+            str(len(plan.reads)),
+            str(len(plan.targets)),
+        ]
+        for plan in plans
+    ]
+    out.table(["rank", "asked", "kept", "reads", "parameters"], rows, title="Ranks")
+    files = dict.fromkeys(file for plan in plans for file in plan.files)
+    per_file = [[file, *(format_bytes(plan.nbytes_by_file.get(file, 0)) for plan in plans)] for file in files]
+    headers = ["file", *(f"rank {plan.context.rank}" for plan in plans)]
+    out.table(headers, per_file, title="Asked of each file")

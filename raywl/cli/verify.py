@@ -1,0 +1,38 @@
+"""`raywl verify`: whether a checkpoint is whole."""
+
+from __future__ import annotations
+
+import argparse
+
+from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
+from raywl.cli.outcome import CHECKPOINT, DONE
+from raywl.cli.output import Output
+from raywl.text import format_bytes
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "verify",
+        run,
+        help="check that a checkpoint is whole",
+        description="Checks index, headers and file sizes; with --deep reads every byte as well. "
+        "Exits with 3 where there are problems.",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--deep", action="store_true", help="read all tensor data too")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from raywl.opening import open_checkpoint
+
+    report = open_checkpoint(args.ref, **source_arguments(args)).verify(deep=args.deep)
+    out.json(report.to_dict())
+    depth = f", {format_bytes(report.bytes_checked)} read" if report.deep else ""
+    out.text(f"{args.ref}: {report.files_checked} files checked{depth}")
+    for problem in report.problems:
+        out.text(f"problem: {problem}")
+    out.text("ok" if report.ok else f"{len(report.problems)} problems")
+    return DONE if report.ok else CHECKPOINT

@@ -68,6 +68,8 @@ class RaywlError(Exception):
 
     where: str | None = None
     """The rank and node that raised it (`rank 1 on node 10.0.0.2`), set by the cluster layer."""
+    partly_loaded: bool = False
+    """Whether a model's parameters were written to before it was raised."""
 
     def at(self, where: str) -> Self:
         """Note the rank and node that it happened on; returns the error itself."""
@@ -79,6 +81,8 @@ class RaywlError(Exception):
 
     def __str__(self) -> str:
         message = self._message()
+        if self.partly_loaded:
+            message += " (the model is partly loaded)"
         return message if self.where is None else f"[{self.where}] {message}"
 
     def __reduce__(self) -> tuple[Any, ...]:

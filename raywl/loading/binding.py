@@ -1,0 +1,420 @@
+"""Binds a checkpoint's tensors to a model's parameters: by name, by loader, or by shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from raywl.checkpoint import TensorEntry
+from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
+from raywl.checkpoint.manifest import sorted_for_iteration
+from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
+from raywl.loading.lazy import LazyWeight
+from raywl.loading.names import NameTable, Route
+from raywl.loading.record import Recorder
+from raywl.loading.targets import Target, collect_targets, is_dtensor, materialise
+from raywl.loading.tp_plan import shards_from_tp_plan
+from raywl.opening import Checkpoint
+from raywl.plan import LoadPlan, copy_of_box, local_box
+from raywl.plan.declare import SpecTable
+from raywl.readers import OpenFiles
+from raywl.remap.experts import parse_expert_id
+from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
+
+__all__ = ["Binding"]
+
+Box = tuple[tuple[int, int], ...]
+
+_BYTE_CODED = ("uint8", "float8_e8m0fnu", "float4_e2m1fn_x2")
+
+
+class Binding:
+    """Which tensors go where on this rank, and what remains.
+
+    The life of one: made from names alone; `prepare` checks shapes and gives meta parameters memory;
+    `record` runs the loaders. After that the public attributes are complete.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        context: ParallelContext,
+        *,
+        shards: Mapping[str, Any] | None,
+        tp_plan: Mapping[str, str] | None,
+        mapper: Any,
+        stacked: Sequence[tuple[str, str, Any]] | None,
+        expert_mapping: Sequence[tuple[str, str, int, Any]] | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.model, self.checkpoint, self.context = model, checkpoint, context
+        self.targets = collect_targets(model)
+        self.by_name = {name: target for target in self.targets for name in target.names}
+        self.device = _device_for(self.targets, device)
+        self.file_order = {file.name: index for index, file in enumerate(checkpoint.files)}
+        self.unexpected: list[str] = []
+        """Tensors that have no place in the model."""
+        self.skipped: dict[str, str] = {}
+        """Tensors that are left out, and why."""
+        self.used: set[str] = set()
+        """Tensors of which something was copied."""
+        self.routed: set[str] = set()
+        """First names of targets that a tensor is bound to."""
+        self.notes: list[str] = []
+        self.was_meta = {name for target in self.targets if target.is_meta for name in target.names}
+        """Names of targets that had no memory before."""
+        self.may_miss = _ignored_missing(model, self.by_name)
+        self._shards, self._tp_plan, self._mapper = SpecTable(shards), tp_plan, mapper
+        self._stacked, self._expert_mapping = list(stacked or ()), list(expert_mapping or ())
+        self._names = NameTable(self.by_name, stacked, expert_mapping, _prefixes(model))
+        self._own_loader = (
+            callable(getattr(model, "load_weights", None))
+            and mapper is None
+            and not (self._stacked or self._expert_mapping or shards or tp_plan)
+        )
+        self._routes: list[tuple[str, Route]] = []
+        self._parts: dict[str, set[tuple[Any, int | None]]] = {}
+
+    # Names.
+
+    def _route_all(self) -> None:
+        """Finds the place of every tensor; the first of several tied names gets the memory."""
+        ignored = _ignored_unexpected(self.model)
+        taken: dict[tuple[str, Any, int | None], str] = {}
+        for name in sorted_for_iteration(list(self.checkpoint.tensors), self.checkpoint.tensors):
+            mapped = name if self._mapper is None else self._mapper.map_name(name)
+            if mapped is None:
+                self.skipped[name] = "dropped by the mapper"
+                continue
+            routes = self._names.find(mapped)
+            if not routes:
+                self._no_place(name, mapped, ignored)
+            for route in routes:
+                target = self.by_name[route.param]
+                if not target.persistent:
+                    self.skipped[name] = f"{route.param} is a buffer that the model computes itself"
+                    continue
+                key = (target.name, route.shard_id, route.expert_id)
+                if key in taken and route.expert_id is None:
+                    self._second(name, route, target, taken, key)
+                    continue
+                taken[key] = name
+                self._routes.append((name, route))
+        self._routes = [(name, route) for name, route in self._routes if name not in self.skipped]
+
+    def _second(
+        self,
+        name: str,
+        route: Route,
+        target: Target,
+        taken: dict[tuple[str, Any, int | None], str],
+        key: tuple[str, Any, int | None],
+    ) -> None:
+        """A further tensor for a place that has one: fine where the place has two names, else an error."""
+        other = taken[key]
+        if len(target.names) < 2 or other == name:
+            raise CheckpointError(
+                self.checkpoint.path(self.checkpoint.tensors[name].file),
+                name,
+                f"goes to {route.param}, and so does {other}: which one counts isn't known",
+            )
+        if route.param == target.name:
+            # The model's first name for tied weights decides, whatever the order of files.
+            self.skipped[other] = f"tied to {route.param}, which is loaded"
+            taken[key] = name
+            self._routes.append((name, route))
+        else:
+            self.skipped[name] = f"tied to {target.name}, which is loaded"
+
+    def _no_place(self, name: str, mapped: str, ignored: list[re.Pattern[str]]) -> None:
+        if any(pattern.search(mapped) for pattern in ignored):
+            self.skipped[name] = "the model says that it ignores this name"
+        elif self.context.pp_size > 1:
+            self.skipped[name] = f"no place on stage {self.context.pp_rank} of {self.context.pp_size}"
+        else:
+            self.unexpected.append(name)
+
+    # Shapes and memory.
+
+    def prepare(self, files: OpenFiles, plan: LoadPlan | None, num_threads: int) -> Recorder:
+        """Checks shapes and dtypes, gives meta targets memory, and makes the recorder.
+
+        Raises:
+            ShapeMismatchError: A tensor doesn't fit.
+            ValueError: A cut, a style or a plan that isn't possible.
+        """
+        boxes: dict[int, Box] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if plan is not None:
+            self._check_plan(plan)
+            shapes = {name: info.shape for name, info in plan.targets.items()}
+        elif not self._own_loader:
+            self._route_all()
+            specs = self._specs()
+            for index, (name, route) in enumerate(self._routes):
+                target = self.by_name[route.param]
+                self._check_loader(name, route, target)
+                if not _has_loader(target):
+                    boxes[index] = self._box(name, route, target, specs)
+                    if not is_dtensor(target.tensor):
+                        shapes[target.name] = tuple(end - start for start, end in boxes[index])
+        for target in self.targets:
+            if target.is_meta and target.persistent:
+                one = target.tensor.numel() == 1
+                shape = tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
+                materialise(target, shape, self.device)
+        self._boxes = boxes
+        memory = {target.name: target.local for target in self.targets if not target.is_meta}
+        return Recorder(self.checkpoint, files, memory, num_threads=num_threads)
+
+    def _specs(self) -> dict[str, ShardSpec]:
+        """Specs by `tp_plan` for the parameters that tensors are bound to."""
+        if not self._tp_plan:
+            return {}
+        full: dict[str, tuple[int, ...]] = {}
+        for name, route in self._routes:
+            target = self.by_name[route.param]
+            if not _has_loader(target) and not is_dtensor(target.tensor):
+                entry = self.checkpoint.tensors[name]
+                full |= dict.fromkeys(target.names, torch_shape(entry.dtype, entry.shape))
+        return shards_from_tp_plan(self._tp_plan, full, self.context.tp_size)
+
+    def _check_loader(self, name: str, route: Route, target: Target) -> None:
+        if (route.shard_id is not None or route.expert_id is not None) and not _has_loader(target):
+            raise ValueError(
+                f"{route.param} takes {name} as one of several parts (shard {route.shard_id!r}, expert "
+                f"{route.expert_id}), but has no weight_loader to place it"
+            )
+
+    def _box(self, name: str, route: Route, target: Target, specs: Mapping[str, ShardSpec]) -> Box:
+        """The part of a tensor that a parameter without a loader keeps."""
+        entry = self.checkpoint.tensors[name]
+        full = torch_shape(entry.dtype, entry.shape)
+        has = tuple(target.tensor.shape)
+        _check_dtype(self.checkpoint, name, entry, route.param, target.tensor.dtype)
+        if is_dtensor(target.tensor):
+            if has != full:
+                raise ShapeMismatchError(name, has, full, f"does not fit {route.param}, a DTensor")
+            return _dtensor_box(target)
+        spec = self._shards_of(target) or _first(specs.get(n) for n in target.names) or Replicate()
+        box = local_box(name, full, spec, self.context.tp_rank, self.context.tp_size)
+        local = tuple(end - start for start, end in box)
+        fits = has == local or (target.is_meta and has == full)
+        if not fits and not (target.tensor.numel() == 1 and local == full and _numel(full) == 1):
+            what = f"does not fit {route.param}"
+            if local != full:
+                what += f": rank {self.context.tp_rank} of {self.context.tp_size} keeps {list(local)} of it"
+            raise ShapeMismatchError(name, has, full, what)
+        return box
+
+    def _shards_of(self, target: Target) -> ShardSpec | None:
+        found = {spec for name in target.names if (spec := self._shards.find(name)) is not None}
+        if len(found) > 1:
+            raise ValueError(f"{', '.join(target.names)} are tied, but have different shard specs: {found}")
+        return found.pop() if found else None
+
+    # Loaders.
+
+    def record(self, recorder: Recorder, plan: LoadPlan | None) -> None:
+        """Runs all loaders, which note their copies in the recorder."""
+        with recorder:
+            if plan is not None:
+                for copy in plan.copies:
+                    recorder.declare(copy)
+                self.used = {copy.tensor for copy in plan.copies}
+            elif self._own_loader:
+                self._run_own(recorder)
+            else:
+                for index, (name, route) in enumerate(self._routes):
+                    self._place(recorder, name, route, self._boxes.get(index))
+
+    def _place(self, recorder: Recorder, name: str, route: Route, box: Box | None) -> None:
+        target = self.by_name[route.param]
+        self.routed.add(target.name)
+        self._parts.setdefault(target.name, set()).add((route.shard_id, route.expert_id))
+        if box is not None:
+            self._declare(recorder, name, target, box)
+            return
+        weight = recorder.weight(name)
+        try:
+            _call_loader(target.tensor, weight, route)
+        except RaywlError as error:
+            error.add_note(f"while {route.param} took {name}")
+            raise
+        except Exception as error:
+            error.add_note(f"raywl: the weight_loader of {route.param} failed on tensor {name!r} {list(weight.shape)}")
+            raise
+        if weight.source.used or not weight.numel():
+            self.used.add(name)
+        elif route.expert_id is not None or parse_expert_id(name) is not None:
+            self.skipped[name] = "another rank's expert"
+        else:
+            self.skipped[name] = f"the weight_loader of {route.param} used none of it"
+
+    def _declare(self, recorder: Recorder, name: str, target: Target, box: Box) -> None:
+        self.used.add(name)
+        entry, local = self.checkpoint.tensors[name], target.local
+        if not local.numel():
+            return
+        strides = tuple(stride * local.itemsize for stride in local.stride())
+        if _numel(torch_shape(entry.dtype, entry.shape)) == 1:
+            strides = (0,) * len(box)
+        dtype = TORCH_NAMES[entry.dtype]
+        wanted = str(local.dtype).removeprefix("torch.")
+        if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
+            wanted = dtype  # the same bits under another name
+        recorder.declare(copy_of_box(name, entry, box, target.name, strides, wanted))
+
+    def _run_own(self, recorder: Recorder) -> None:
+        """Calls the model's `load_weights`, which names what it loaded or is judged by what it wrote."""
+        weights: dict[str, LazyWeight] = {}
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in sorted_for_iteration(list(self.checkpoint.tensors), self.checkpoint.tensors):
+                weight = recorder.weight(name)
+                yield name, weight
+                weights[name] = weight
+                if weight.source.used or not weight.numel():
+                    self.used.add(name)
+
+        loaded = self.model.load_weights(stream())  # type: ignore[operator]
+        if isinstance(loaded, set | frozenset | list | tuple):
+            self.routed |= {self.by_name[name].name for name in loaded if name in self.by_name}
+        for name in self.checkpoint.tensors:
+            weight = weights.get(name)
+            if name in self.used or (weight is not None and weight.source.used):
+                self.used.add(name)
+            elif parse_expert_id(name) is not None and self.context.ep_size > 1:
+                self.skipped[name] = "another rank's expert"
+            elif self.context.pp_size > 1:
+                self.skipped[name] = f"no place on stage {self.context.pp_rank} of {self.context.pp_size}"
+            else:
+                self.unexpected.append(name)
+
+    def lacking_parts(self, target: Target) -> list[str]:
+        """Parts of a stacked or expert parameter that no tensor of the checkpoint was bound to."""
+        have = self._parts.get(target.name, set())
+        rows = [(p, w, shard, None) for p, w, shard in self._stacked]
+        rows += [(p, w, shard, expert) for p, w, expert, shard in self._expert_mapping]
+        lacking = []
+        for param_name, weight_name, shard_id, expert_id in rows:
+            used = any(param_name in name for name in target.names)
+            same_kind = any((expert is None) == (expert_id is None) for _, expert in have)
+            whole = (None, None) in have
+            if used and same_kind and not whole and (shard_id, expert_id) not in have:
+                name = next(name for name in target.names if param_name in name)
+                lacking.append(name.replace(param_name, weight_name, 1))
+        return lacking
+
+    def _check_plan(self, plan: LoadPlan) -> None:
+        """A plan is used for what it was made for, or not at all."""
+        if plan.identity != self.checkpoint.identity:
+            raise ValueError(
+                f"the plan is of checkpoint {plan.identity}, this one is {self.checkpoint.identity}"
+            )
+        local = {"local_rank", "local_size"}
+        theirs, ours = plan.context.to_dict(), self.context.to_dict()
+        different = [key for key in ours if key not in local and ours[key] != theirs[key]]
+        if different:
+            rows = ", ".join(f"{key} {theirs[key]} (here {ours[key]})" for key in different)
+            raise ValueError(f"the plan is of another rank: {rows}")
+        if plan.unplanned:
+            raise ValueError(f"the plan can't be used again: {plan.unplanned[0]}")
+        for name, info in plan.targets.items():
+            target = self.by_name.get(name)
+            if target is None:
+                raise ValueError(f"the plan is of another model: it writes {name}, which isn't here")
+            dtype = str(target.tensor.dtype).removeprefix("torch.")
+            shape = tuple(target.local.shape)
+            if dtype != info.dtype or (shape != info.shape and not target.is_meta):
+                raise ValueError(
+                    f"the plan is of another model: {name} is {dtype} {list(shape)}, "
+                    f"the plan expects {info.dtype} {list(info.shape)}"
+                )
+
+
+def _first(values: Iterator[ShardSpec | None]) -> ShardSpec | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _has_loader(target: Target) -> bool:
+    return callable(getattr(target.tensor, "weight_loader", None))
+
+
+def _call_loader(param: torch.Tensor, weight: LazyWeight, route: Route) -> None:
+    loader = param.weight_loader  # type: ignore[attr-defined]
+    if route.expert_id is not None:
+        loader(param, weight, route.param, shard_id=route.shard_id, expert_id=route.expert_id)
+    elif route.shard_id is not None:
+        loader(param, weight, route.shard_id)
+    else:
+        loader(param, weight)
+
+
+def _device_for(targets: list[Target], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        chosen = next((t.tensor.device for t in targets if not t.is_meta), torch.get_default_device())
+    return torch.device("cpu") if chosen.type == "meta" else chosen
+
+
+def _prefixes(model: nn.Module) -> list[str]:
+    """The prefix that a Hugging Face model has around its base model, and its checkpoints may lack."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return [prefix] if isinstance(prefix, str) and prefix else []
+
+
+def _patterns_of(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    patterns = getattr(model, attribute, None)
+    return [re.compile(pattern) for pattern in patterns] if isinstance(patterns, list | tuple | set) else []
+
+
+def _ignored_unexpected(model: nn.Module) -> list[re.Pattern[str]]:
+    return _patterns_of(model, "_keys_to_ignore_on_load_unexpected")
+
+
+def _ignored_missing(model: nn.Module, names: Mapping[str, Target]) -> set[str]:
+    patterns = _patterns_of(model, "_keys_to_ignore_on_load_missing")
+    return {
+        target.name for name, target in names.items() if any(pattern.search(name) for pattern in patterns)
+    }
+
+
+def _dtensor_box(target: Target) -> Box:
+    """The part of a DTensor that this rank holds, cut as DTensor itself cuts."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    tensor: Any = target.tensor
+    for placement in tensor.placements:
+        as_shard_spec(placement)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _check_dtype(
+    checkpoint: Checkpoint, name: str, entry: TensorEntry, param: str, wanted: torch.dtype
+) -> None:
+    """Refuses conversions that lose the meaning of a value: floats into integers, complex into real."""
+    has: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+    both_bytes = TORCH_NAMES[entry.dtype] in _BYTE_CODED and str(wanted).removeprefix("torch.") in _BYTE_CODED
+    if has != wanted and not both_bytes and not torch.can_cast(has, wanted):
+        raise CheckpointError(
+            checkpoint.path(entry.file), name, f"is {has}, which {param} ({wanted}) can't hold"
+        )
+
+

@@ -1,0 +1,275 @@
+"""Lazy weights: checkpoint tensors that are read only where, and when, their bytes are used.
+
+A lazy weight is a real tensor over a private mapping of the file, so that everything about it (shape,
+strides, views) is torch's own. Views of it stay lazy; their address, shape and strides say which bytes
+of the file they are. A `copy_` from it into memory becomes a recorded copy; any other use reads what it
+needs by `preadv` into memory of its own and goes on as a plain tensor. The mapping itself is touched
+only by code that torch can't show us (a C++ extension), and then holds the right bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from raywl.checkpoint.dtypes import torch_dtype, torch_shape
+from raywl.checkpoint.header import TensorEntry
+from raywl.plan.copies import span_of
+
+__all__ = ["LazySource", "LazyWeight", "lazy_weight", "plain", "writes"]
+
+VIEWS = frozenset(
+    """__getitem__ alias adjoint as_strided chunk detach diagonal dsplit expand expand_as flatten hsplit
+    movedim moveaxis narrow permute ravel requires_grad_ reshape select split split_with_sizes squeeze
+    swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze
+    view view_as vsplit""".split()
+)
+"""Functions whose result shares its argument's memory, or (`reshape`) can."""
+
+FACTS = frozenset(
+    """__hash__ __len__ can_cast dim element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_same_size is_shared is_signed is_tensor ndimension nelement
+    numel result_type size storage_offset stride""".split()
+)
+"""Functions that look at no element."""
+
+ALIASES = frozenset(
+    """numpy data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ __cuda_array_interface__
+    const_data_ptr swap_tensors share_memory_ __array_interface__ _make_subclass from_dlpack""".split()
+)
+"""Functions that hand out, or take over, the memory itself."""
+
+
+class LazySource:
+    """One checkpoint tensor behind all lazy views of it."""
+
+    def __init__(self, name: str, entry: TensorEntry, base: torch.Tensor, reader: ReadsNow) -> None:
+        self.name, self.entry = name, entry
+        self.base = base
+        """The whole tensor, over the mapping."""
+        self.address = base.data_ptr()
+        self.reader = reader
+        self.loaded: torch.Tensor | None = None
+        """The whole tensor in memory, once something may have written to it or kept its address."""
+        self.used = False
+        """Whether any element was copied or looked at."""
+
+    def start_of(self, view: torch.Tensor) -> int:
+        """Byte of the file that a view's first element starts at."""
+        return self.entry.start + self._offset_of(view)
+
+    def _offset_of(self, view: torch.Tensor) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return view.data_ptr() - self.address
+
+    def read(self, view: torch.Tensor) -> torch.Tensor:
+        """The values of a view as a plain tensor of the same shape and strides."""
+        self.used = True
+        if self.loaded is not None:
+            return self._over_loaded(view)
+        with torch._C.DisableTorchFunctionSubclass():
+            strides = tuple(stride * view.itemsize for stride in view.stride())
+            span = span_of(tuple(view.shape), strides, view.itemsize)
+            raw = torch.empty(span, dtype=torch.uint8)
+            if span:
+                self.reader.read_now(self, self.start_of(view), memoryview(raw.numpy()))
+            return raw.view(view.dtype).as_strided(view.shape, view.stride(), 0)
+
+    def load(self) -> torch.Tensor:
+        """The whole tensor in memory, from now on the one truth for all views of it."""
+        if self.loaded is None:
+            self.loaded = self.read(self.base)
+        return self.loaded
+
+    def _over_loaded(self, view: torch.Tensor) -> torch.Tensor:
+        assert self.loaded is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = torch.empty(0, dtype=torch.uint8).set_(self.loaded.untyped_storage())
+            return whole.view(view.dtype).as_strided(
+                view.shape, view.stride(), self._offset_of(view) // view.itemsize
+            )
+
+
+class ReadsNow(Protocol):
+    """Reads bytes at once, for uses that can't wait, and takes copies."""
+
+    def read_now(self, source: LazySource, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of the source's file."""
+
+    def copy(self, dst: torch.Tensor, src: LazyWeight) -> None:
+        """Copies a lazy weight into memory, now or later, as `dst.copy_` would."""
+
+
+class LazyWeight(torch.Tensor):
+    """A checkpoint tensor, or a view of one, that hasn't been read."""
+
+    source: LazySource
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _get(func, args)
+        if name in FACTS:
+            return _run(func, args, kwargs)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        if name in VIEWS:
+            return _view(func, name, args, kwargs)
+        if name == "copy_" and not isinstance(args[0], LazyWeight):
+            source = args[1] if len(args) > 1 else kwargs["src"]
+            source.source.reader.copy(args[0], source)
+            return args[0]
+        if name == "_foreach_copy_" and not any(isinstance(dst, LazyWeight) for dst in args[0]):
+            for dst, src in zip(args[0], args[1], strict=True):
+                dst.copy_(src)
+            return None
+        if name == "__setitem__" and not isinstance(args[0], LazyWeight) and _is_basic(args[1]):
+            args[0][args[1]].copy_(args[2])
+            return None
+        if name == "contiguous" and args and args[0].is_contiguous(**kwargs):
+            return args[0]
+        if name in ALIASES or writes(name, kwargs):
+            _load_all((*args, *kwargs.values()))
+        return _compute(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyWeight({self.source.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).clone().__reduce_ex__(protocol)
+
+
+def lazy_weight(
+    name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader: ReadsNow
+) -> LazyWeight:
+    """The lazy weight of a checkpoint tensor.
+
+    Args:
+        name: Its name.
+        entry: Where it lies.
+        mapping: A private mapping of its file; `None` for a tensor without elements.
+        reader: Takes its copies and reads.
+    """
+    dtype, shape = torch_dtype(entry.dtype), torch_shape(entry.dtype, entry.shape)
+    if entry.nbytes and mapping is not None:
+        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+        base = raw.view(dtype).view(shape)
+    else:
+        base = torch.empty(shape, dtype=dtype)
+    return _wrap(base, LazySource(name, entry, base, reader))
+
+
+def plain(value: Any) -> Any:
+    """A lazy weight read in full as a plain tensor; anything else as it is."""
+    return value.source.read(value) if isinstance(value, LazyWeight) else value
+
+
+def _wrap(tensor: torch.Tensor, source: LazySource) -> LazyWeight:
+    lazy = tensor.as_subclass(LazyWeight)
+    lazy.source = source
+    return lazy
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _rewrap(result: Any, lazy: LazyWeight) -> Any:
+    """Views of a lazy weight are lazy: the results that share its memory."""
+    if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
+        return type(result)(_rewrap(item, lazy) for item in result)
+    if isinstance(result, torch.Tensor) and not isinstance(result, LazyWeight):
+        return _wrap(result, lazy.source)
+    return result
+
+
+def _get(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if attribute in ("H", "real", "imag", "__cuda_array_interface__", "__array_interface__"):
+        return _compute(func, args, {})
+    return _rewrap(_run(func, args, {}), args[0])
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index makes a view: integers, slices, `None` and `...` only."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        item is None or item is ... or isinstance(item, slice) or (type(item) is int) for item in items
+    )
+
+
+def _view(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lazy = args[0] if args else None
+    if not isinstance(lazy, LazyWeight) or (name == "__getitem__" and not _is_basic(args[1])):
+        return _compute(func, args, kwargs)
+    if name in ("reshape", "flatten", "ravel") and not lazy.is_contiguous():
+        # On other strides these may copy, which would read through the mapping.
+        shape = _run(func, (torch.empty_strided(lazy.shape, lazy.stride(), device="meta"), *args[1:]), kwargs).shape
+        try:
+            return _rewrap(_run(torch.Tensor.view, (lazy, shape), {}), lazy)
+        except RuntimeError:
+            return _compute(func, args, kwargs)
+    return _rewrap(_run(func, args, kwargs), lazy)
+
+
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function, by its name, writes to an argument."""
+    if name.startswith("__"):
+        augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+        return augmented or name in ("__setitem__", "__set__")
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+def _lazies(values: Iterable[Any]) -> Iterable[LazyWeight]:
+    for value in values:
+        if isinstance(value, LazyWeight):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _lazies(value)
+
+
+def _load_all(values: Iterable[Any]) -> None:
+    for lazy in _lazies(values):
+        lazy.source.load()
+
+
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a function on what the lazy weights hold."""
+    read: dict[int, torch.Tensor] = {}
+
+    def value_of(value: Any) -> Any:
+        if isinstance(value, LazyWeight):
+            return read.setdefault(id(value), value.source.read(value))
+        if isinstance(value, tuple | list):
+            return type(value)(map(value_of, value))
+        return value
+
+    plain_args = tuple(map(value_of, args))
+    result = func(*plain_args, **{key: value_of(value) for key, value in kwargs.items()})
+    fresh = [lazy for lazy in _lazies((*args, *kwargs.values())) if lazy.source.loaded is None]
+    if fresh and _shares_memory(result, [read[id(lazy)] for lazy in fresh]):
+        # The result is a view after all (`to` without a change): writes through it must reach the weight.
+        for lazy in fresh:
+            lazy.source.load()
+        return _compute(func, args, kwargs)
+    return result
+
+
+def _shares_memory(result: Any, tensors: list[torch.Tensor]) -> bool:
+    if isinstance(result, tuple | list):
+        return any(_shares_memory(item, tensors) for item in result)
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        return False
+    address = result.untyped_storage().data_ptr()
+    return address != 0 and any(address == tensor.untyped_storage().data_ptr() for tensor in tensors)

@@ -1,0 +1,243 @@
+"""Loading a checkpoint into the parameters of one rank's model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from raywl.errors import MissingWeightsError, RaywlError, some_of
+from raywl.loaders.ranks import ambient_context
+from raywl.loading.binding import Binding
+from raywl.loading.record import Recorder
+from raywl.loading.targets import collect_targets, init_buffers, replace_lazy, restore
+from raywl.opening import Checkpoint, open_checkpoint
+from raywl.plan import LoadPlan
+from raywl.plan.plan import TargetInfo
+from raywl.plan.reads import schedule
+from raywl.progress import Progress, make_progress
+from raywl.readers import OpenFiles, choose_num_threads, execute
+from raywl.readers.strategy import check_strategy
+from raywl.report import LoadReport
+from raywl.types import ParallelContext
+
+__all__ = ["load_into"]
+
+
+def load_into(
+    model: nn.Module,
+    ref: Checkpoint | str | os.PathLike[str],
+    *,
+    parallel: ParallelContext | None = None,
+    shards: Mapping[str, Any] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    mapper: Any = None,
+    stacked: Sequence[tuple[str, str, Any]] | None = None,
+    expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+    strategy: str | None = None,
+    plan: LoadPlan | None = None,
+    strict: bool | str = True,
+    device: torch.device | str | None = None,
+    progress: bool | Progress | None = None,
+    **source: Any,
+) -> LoadReport:
+    """Loads a checkpoint into a model: only the bytes that this rank keeps, straight into its parameters.
+
+    How a parameter is cut comes from its own `weight_loader`; else from its placements, if it is a
+    `DTensor`; else from `shards`; else from `tp_plan`; else it is replicated. A model with a
+    `load_weights(iterator)` of its own, and no mapping given, has that called. All of them get lazy
+    weights, of which only what is copied is read.
+
+    Everything that can be checked before the first byte is written is checked then: the model is
+    untouched by an error, unless the error's `partly_loaded` is true.
+
+    Args:
+        model: On any device; what is on `meta` is materialised on `device`.
+        ref: What `open_checkpoint` takes, or an open checkpoint.
+        parallel: Where this rank stands; by default the ambient context, else the default process
+            group of `torch.distributed`, else a lone rank.
+        shards: Name patterns (`*`, `?`) to `Shard(dim)` or `Replicate()`, cut as DTensor cuts.
+        tp_plan: Name patterns to styles, as Hugging Face configs carry them; parts must be equal.
+        mapper: An object with `map_name(name) -> str | None`, for example a `WeightsMapper`.
+        stacked: `(param_name, weight_name, shard_id)` rows: `weight_name` in a name is replaced by
+            `param_name`, and that parameter's `weight_loader(param, weight, shard_id)` is called.
+        expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise, with
+            `weight_loader(param, weight, name, shard_id=..., expert_id=...)`.
+        strategy: How files are read: `"auto"` (as `None`) or `"buffered"`.
+        plan: A recorded or saved plan of the same checkpoint, rank and model, to use instead of names
+            and loaders.
+        strict: `True`: a parameter or persistent buffer that stays unset is an error. `"exact"`: so is
+            a tensor that has no place. `False`: both are only reported.
+        device: Where `meta` tensors are made; by default where the model's other tensors are, else the CPU.
+        progress: `True` for a bar on standard error, or a callable.
+        **source: Keyword arguments of `open_checkpoint`.
+
+    Returns:
+        What was loaded, skipped, missing, unexpected, and how long it took.
+
+    Raises:
+        ValueError: An unknown strategy, a style or cut that isn't possible, or a plan of something else.
+        MissingWeightsError: Under `strict`, parameters that nothing sets.
+        ShapeMismatchError: A tensor doesn't fit its parameter.
+        CheckpointError: The checkpoint is damaged, or changed while it was read.
+    """
+    check_strategy(strategy)
+    if strict not in (True, False, "exact"):
+        raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
+    start = time.perf_counter()
+    if isinstance(ref, Checkpoint):
+        if source:
+            raise ValueError(f"{sorted(source)} are for opening a checkpoint, and this one is open")
+        checkpoint = ref
+    else:
+        checkpoint = open_checkpoint(ref, **source)
+    context = parallel or ambient_context()
+    report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)
+    report.phases["open"] = time.perf_counter() - start
+    binding = Binding(
+        model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
+        expert_mapping=expert_mapping, device=device,
+    )  # fmt: skip
+    with context, torch.no_grad(), _one_torch_thread(), OpenFiles(checkpoint) as files:
+        _load(model, binding, files, report, plan, strict, make_progress(progress))
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _load(
+    model: nn.Module,
+    binding: Binding,
+    files: OpenFiles,
+    report: LoadReport,
+    plan: LoadPlan | None,
+    strict: bool | str,
+    progress: Progress | None,
+) -> None:
+    clock = time.perf_counter()
+    num_threads = choose_num_threads(report.context.local_size)
+    recorder: Recorder | None = None
+    try:
+        with restore(binding.targets):
+            unmade = init_buffers(model, binding.targets, binding.device)
+            recorder = binding.prepare(files, plan, num_threads)
+            binding.record(recorder, plan)
+            _fill_report(report, binding, recorder, unmade)
+            rest = recorder.finish()
+            _check(report, binding, strict)
+        report.phases["plan"] = time.perf_counter() - clock
+        clock = time.perf_counter()
+        assert report.plan is not None
+        whole = len(rest) == len(recorder.copies)
+        reads = report.plan.reads if whole else schedule(rest, binding.file_order)
+        recorder.started = bool(reads) or recorder.started
+        count = _Count(sum(read.end - read.start for read in reads), progress)
+        execute(reads, files, recorder.views, num_threads=num_threads, on_bytes=count)
+        files.check_unchanged()
+        report.phases["read"] = time.perf_counter() - clock
+    except RaywlError as error:
+        error.partly_loaded = recorder is not None and recorder.started
+        raise
+    clock = time.perf_counter()
+    for name in replace_lazy(binding.targets):
+        report.notes.append(f"{name}: a lazy weight was left in the model; it was read in full")
+    report.bytes_by_file = dict(recorder.nbytes_early)
+    for read in reads:
+        report.bytes_by_file[read.file] = report.bytes_by_file.get(read.file, 0) + read.end - read.start
+    report.bytes_read = sum(report.bytes_by_file.values())
+    report.phases["post"] = time.perf_counter() - clock
+
+
+def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:
+    """What is known before the reads: it decides whether they are made at all."""
+    report.plan = LoadPlan(
+        identity=binding.checkpoint.identity,
+        context=report.context,
+        files=tuple(binding.file_order),
+        copies=tuple(recorder.copies),
+        targets={
+            target.name: TargetInfo(str(target.tensor.dtype).removeprefix("torch."), tuple(target.local.shape))
+            for target in binding.targets
+            if recorder.written.get(target.name) and recorder.written[target.name].nbytes
+        },
+        unplanned=tuple(recorder.surprises),
+    )
+    report.bytes_loaded = report.plan.nbytes_kept
+    report.loaded = [name for name in binding.checkpoint.tensors if name in binding.used]
+    report.unexpected = binding.unexpected
+    report.skipped = dict(binding.skipped)
+    report.notes += binding.notes
+    report.missing = [name for name in unmade if name not in binding.may_miss]
+    for target in binding.targets:
+        if not target.persistent or target.name in binding.may_miss:
+            continue
+        written = recorder.written.get(target.name)
+        nbytes = target.local.numel() * target.local.itemsize
+        if written is None or not (written.nbytes or written.otherwise or target.name in binding.routed):
+            report.missing.append(target.name)
+        elif written.otherwise or not nbytes:
+            continue
+        elif not written.nbytes:
+            report.missing.append(target.name)
+        elif lacking := binding.lacking_parts(target):
+            report.partial[target.name] = f"the checkpoint has no {some_of(lacking)}"
+        elif written.nbytes < nbytes:
+            report.partial[target.name] = f"{written.nbytes} of {nbytes} bytes are set"
+
+
+def _check(report: LoadReport, binding: Binding, strict: bool | str) -> None:
+    root = binding.checkpoint.path("").rstrip("/") or report.ref
+    if report.unexpected:
+        text = (
+            f"{len(report.unexpected)} tensors of {report.ref} have no place in the model: "
+            f"{some_of(report.unexpected)}"
+        )
+        if strict == "exact":
+            raise MissingWeightsError(root, report.unexpected, "tensors that have no place in the model")
+        warnings.warn(text, stacklevel=5)
+    if not strict:
+        return
+    if report.missing:
+        raise MissingWeightsError(
+            root, report.missing, f"{len(report.missing)} parameters or buffers would stay unset"
+        )
+    holes = [
+        f"{name} ({why})"
+        for name, why in report.partial.items()
+        if name in binding.was_meta or not why.endswith("are set")
+    ]
+    if holes:
+        raise MissingWeightsError(root, holes, f"{len(holes)} parameters would be set only in part")
+
+
+class _Count:
+    """Sums the bytes of all reader threads for the progress display."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total_bytes, self._progress = total_bytes, progress
+        self._done_bytes = 0
+        if progress is not None:
+            progress(0, total_bytes, "read")
+
+    def __call__(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes, "read")
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Copies run on one thread each: the reader threads are the parallelism."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+

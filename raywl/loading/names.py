@@ -1,0 +1,94 @@
+"""Which parameter a checkpoint's name means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["NameTable", "Route"]
+
+
+class Route(NamedTuple):
+    """Where one checkpoint tensor goes."""
+
+    param: str
+    """The parameter's name in the model."""
+    shard_id: Any = None
+    """Which part of a stacked or expert parameter it is."""
+    expert_id: int | None = None
+    """Which expert it is, of a parameter that holds several."""
+
+
+class NameTable:
+    """Finds the parameter for a name: itself, else as an expert's, else stacked, else by prefix.
+
+    Args:
+        params: The model's names.
+        stacked: `(param_name, weight_name, shard_id)` rows: a name that contains `weight_name` is that
+            part of the parameter with `param_name` instead.
+        expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise.
+        prefixes: Prefixes that either side may have and the other not (`model.`).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[str],
+        stacked: Sequence[tuple[str, str, Any]] | None = None,
+        expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+        prefixes: Sequence[str] = (),
+    ) -> None:
+        self._params = set(params)
+        self._stacked = list(stacked or ())
+        self._experts: dict[str, list[tuple[str, str, int, Any]]] = {}
+        for row in expert_mapping or ():
+            self._experts.setdefault(row[1], []).append(row)
+        lengths = {weight_name.strip(".").count(".") + 1 for weight_name in self._experts}
+        self._expert_lengths = sorted(lengths, reverse=True)
+        self._prefixes = [prefix.rstrip(".") + "." for prefix in prefixes if prefix]
+
+    def find(self, name: str) -> list[Route]:
+        """Every place of a tensor, by its name; none when the model has no place for it."""
+        for candidate in self._spellings(name):
+            if candidate in self._params:
+                return [Route(candidate)]
+            routes = self._expert(candidate) or self._stack(candidate)
+            if routes:
+                return routes
+        return []
+
+    def _spellings(self, name: str) -> Iterable[str]:
+        yield name
+        for prefix in self._prefixes:
+            yield prefix + name
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix)
+
+    def _expert(self, name: str) -> list[Route]:
+        """Looks every run of segments up, so that the cost doesn't grow with the number of experts."""
+        parts = name.split(".")
+        for length in self._expert_lengths:
+            for first in range(len(parts) - length + 1):
+                middle = ".".join(parts[first : first + length])
+                for key in (middle + ".", "." + middle + ".", "." + middle, middle):
+                    routes = [
+                        Route(param, shard_id, expert_id)
+                        for param_name, weight_name, expert_id, shard_id in self._experts.get(key, ())
+                        if weight_name in name
+                        and (param := name.replace(weight_name, param_name, 1)) in self._params
+                    ]
+                    if routes:
+                        return routes
+        return []
+
+    def _stack(self, name: str) -> list[Route]:
+        for param_name, weight_name, shard_id in self._stacked:
+            if weight_name in name:
+                param = name.replace(weight_name, param_name, 1)
+                if param in self._params:
+                    return [Route(param, shard_id)]
+        return []
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter belongs to."""
+    return name.rpartition(".")[0]

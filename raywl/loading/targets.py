@@ -1,0 +1,210 @@
+"""A model's parameters and buffers as places that weights can go to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from raywl.loading.lazy import LazyWeight, plain, writes
+
+__all__ = ["Target", "collect_targets", "init_buffers", "materialise", "replace_lazy", "restore"]
+
+_INITIALISERS = ("reset_buffers", "reset_parameters", "init_weights", "_init_weights")
+
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """One parameter or buffer, under every name that the model has for it."""
+
+    tensor: torch.Tensor
+    """As it is registered: a meta tensor until it is materialised."""
+    names: list[str] = field(default_factory=list)
+    """In the model's order; more than one when it is tied."""
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules that it is registered with, and the attribute there."""
+    persistent: bool = True
+    """Whether checkpoints hold it: `False` for buffers that the model computes."""
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory yet."""
+        return self.tensor.device.type == "meta"
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory of this rank: the tensor, or a DTensor's local part."""
+        return self.tensor.to_local() if is_dtensor(self.tensor) else self.tensor.detach()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Registers another tensor in its place, everywhere."""
+        for module, attribute in self.owners:
+            registry = module._parameters if attribute in module._parameters else module._buffers
+            registry[attribute] = tensor  # type: ignore[assignment]
+        self.tensor = tensor
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed, without importing what may not be there."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def collect_targets(model: nn.Module) -> list[Target]:
+    """All parameters and buffers of a model, in its order; tied ones once.
+
+    Raises:
+        ValueError: A parameter whose shape isn't known yet (`UninitializedParameter`).
+    """
+    found: dict[int, Target] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for registry in (module._parameters, module._buffers):
+            for attribute, tensor in registry.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                    raise ValueError(f"{name} has no shape yet: run the lazy module once before loading")
+                target = found.setdefault(id(tensor), Target(tensor, persistent=False))
+                target.names.append(name)
+                if (module, attribute) not in target.owners:
+                    target.owners.append((module, attribute))
+                computed = registry is module._buffers and attribute in module._non_persistent_buffers_set
+                target.persistent = target.persistent or not computed
+    return list(found.values())
+
+
+def materialise(target: Target, shape: tuple[int, ...], device: torch.device) -> None:
+    """Gives a meta target memory, keeping its class, attributes, `requires_grad` and ties."""
+    old = target.tensor
+    if is_dtensor(old):
+        data = torch.empty_like(old, device=device)
+    else:
+        data = torch.empty(shape, dtype=old.dtype, device=device)
+    new: torch.Tensor
+    if isinstance(old, nn.Parameter):
+        if type(old) is nn.Parameter or is_dtensor(old):
+            new = nn.Parameter(data, requires_grad=old.requires_grad)
+        else:
+            new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)  # type: ignore[arg-type]
+    else:
+        new = data.requires_grad_(old.requires_grad)
+    for key, value in old.__dict__.items():
+        if key not in ("_local_tensor", "_spec"):
+            setattr(new, key, value)
+    target.put(new)
+
+
+@contextlib.contextmanager
+def restore(targets: list[Target]) -> Iterator[None]:
+    """Puts every target's tensor back when the block fails: the model is as it was."""
+    before = [(target, target.tensor) for target in targets]
+    try:
+        yield
+    except BaseException:
+        for target, tensor in before:
+            if target.tensor is not tensor:
+                target.put(tensor)
+        raise
+
+
+class _WriteWatch(TorchFunctionMode):
+    """Notes which tensors are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if writes(getattr(func, "__name__", ""), kwargs) and args and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                self.written.add(args[0].untyped_storage().data_ptr())
+        return func(*args, **kwargs)
+
+
+def init_buffers(model: nn.Module, targets: list[Target], device: torch.device) -> list[str]:
+    """Makes meta buffers that no checkpoint holds, by the model's own initialisers.
+
+    A module's `reset_buffers`, `reset_parameters`, `init_weights` or `_init_weights` is tried, then the
+    whole model's `_init_weights(module)`, as transformers has it. Parameters are still on `meta` then,
+    so that nothing is computed for them. The random state is as before afterwards.
+
+    Returns:
+        Names of the buffers that no initialiser made; they stay on `meta`.
+    """
+    computed = [target for target in targets if not target.persistent and target.is_meta]
+    if not computed:
+        return []
+    by_module: dict[nn.Module, list[Target]] = {}
+    for target in computed:
+        by_module.setdefault(target.owners[0][0], []).append(target)
+    unset: list[str] = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for module, members in by_module.items():
+            unset += _init_module(model, module, members, device)
+    return unset
+
+
+def _init_module(
+    model: nn.Module, module: nn.Module, members: list[Target], device: torch.device
+) -> list[str]:
+    metas = [target.tensor for target in members]
+    for target in members:
+        materialise(target, tuple(target.tensor.shape), device)
+        # transformers marks what it has initialised, on meta too, and skips it from then on.
+        target.tensor.__dict__.pop("_is_hf_initialized", None)
+    calls = [(getattr(module, name), ()) for name in _INITIALISERS[:3] if hasattr(module, name)]
+    if hasattr(model, "_init_weights"):
+        calls.append((model._init_weights, (module,)))
+    elif hasattr(module, "_init_weights"):
+        calls.append((module._init_weights, ()))
+    waiting = list(members)
+    for call, args in calls:
+        with _WriteWatch() as watch:
+            call(*args)
+        waiting = [target for target in waiting if not _was_made(target, watch)]
+        if not waiting:
+            break
+    for target, meta in zip(members, metas, strict=True):
+        if target in waiting:
+            target.put(meta)
+    return [target.name for target in waiting]
+
+
+def _was_made(target: Target, watch: _WriteWatch) -> bool:
+    """Whether an initialiser wrote to a buffer, or registered a new one in its place."""
+    module, attribute = target.owners[0]
+    current = module._buffers.get(attribute)
+    if current is not None and current is not target.tensor and current.device.type != "meta":
+        target.put(current)
+        return True
+    return not target.tensor.numel() or target.tensor.untyped_storage().data_ptr() in watch.written
+
+
+def replace_lazy(targets: list[Target]) -> list[str]:
+    """Reads the lazy weights that loaders put into the model itself; returns their names."""
+    replaced = []
+    for target in targets:
+        module, attribute = target.owners[0]
+        registry = module._parameters if attribute in module._parameters else module._buffers
+        current = registry.get(attribute)
+        if isinstance(current, LazyWeight):
+            values = plain(current)
+            is_param = registry is module._parameters
+            target.put(nn.Parameter(values, current.requires_grad) if is_param else values)
+            replaced.append(target.name)
+        elif current is not None and current is not target.tensor:
+            target.tensor = current
+    return replaced

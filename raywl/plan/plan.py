@@ -1,0 +1,160 @@
+"""The plan of one rank's load, as data that can be shown, saved and used again."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from raywl.errors import CheckpointError
+from raywl.plan.copies import Copy
+from raywl.plan.reads import Read, schedule
+from raywl.types import ParallelContext
+
+__all__ = ["LoadPlan", "TargetInfo"]
+
+_FORMAT = 1
+
+
+class TargetInfo(NamedTuple):
+    """What a plan expects of a parameter."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    """Local shape on the rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadPlan:
+    """Which bytes of which files one rank reads, and where they go."""
+
+    identity: str
+    """The checkpoint that it was made for."""
+    context: ParallelContext
+    """The rank that it was made for."""
+    files: tuple[str, ...]
+    """The checkpoint's files, in order."""
+    copies: tuple[Copy, ...]
+    """One for each tensor or part of a tensor that ends in a parameter."""
+    targets: Mapping[str, TargetInfo]
+    """The parameters that are written, by name."""
+    unplanned: tuple[str, ...] = ()
+    """Why the plan alone doesn't make the model: values that loaders computed while they ran."""
+
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """The reads in the order of files and offsets."""
+        return tuple(schedule(self.copies, {name: index for index, name in enumerate(self.files)}))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that are asked of the source."""
+        return sum(read.end - read.start for read in self.reads)
+
+    @cached_property
+    def nbytes_kept(self) -> int:
+        """Bytes that end in parameters."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    @cached_property
+    def nbytes_by_file(self) -> dict[str, int]:
+        """Of `nbytes`, by file; files that aren't read are left out."""
+        found: dict[str, int] = {}
+        for read in self.reads:
+            found[read.file] = found.get(read.file, 0) + read.end - read.start
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """The totals, as JSON values."""
+        return {
+            "identity": self.identity,
+            "context": self.context.to_dict(),
+            "num_reads": len(self.reads),
+            "num_direct_reads": sum(read.direct for read in self.reads),
+            "num_copies": len(self.copies),
+            "num_targets": len(self.targets),
+            "nbytes": self.nbytes,
+            "nbytes_kept": self.nbytes_kept,
+            "nbytes_by_file": self.nbytes_by_file,
+            "unplanned": list(self.unplanned),
+        }
+
+    def explain(self) -> str:
+        """The plan in words: totals, then each file's bytes, then each parameter's."""
+        direct = sum(read.direct for read in self.reads)
+        lines = [
+            f"rank {self.context.rank} of {self.context.world_size}: {len(self.reads)} reads, "
+            f"{self.nbytes} bytes asked, {self.nbytes_kept} kept; "
+            f"{direct} reads go straight into parameters, {len(self.reads) - direct} through scratch",
+        ]
+        lines += [f"  {name}: {nbytes} bytes" for name, nbytes in self.nbytes_by_file.items()]
+        for copy in self.copies:
+            via = "direct" if copy.is_direct else "strided"
+            if copy.src_dtype != copy.dst_dtype:
+                via += f", {copy.src_dtype} to {copy.dst_dtype}"
+            lines.append(
+                f"  {copy.target} <- {copy.tensor} {list(copy.shape)} at byte {copy.src_start} ({via})"
+            )
+        lines += [f"  not planned: {reason}" for reason in self.unplanned]
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, in one step."""
+        body = {
+            "raywl_plan": _FORMAT,
+            "identity": self.identity,
+            "context": self.context.to_dict(),
+            "files": self.files,
+            "copies": self.copies,
+            "targets": self.targets,
+            "unplanned": self.unplanned,
+        }
+        folder = os.path.dirname(os.path.abspath(path))
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({**body, "targets": dict(self.targets)}, file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LoadPlan:
+        """Reads a saved plan.
+
+        Raises:
+            CheckpointError: It isn't a plan, or is of another format version.
+        """
+        try:
+            with open(path) as file:
+                body = json.load(file)
+            if body["raywl_plan"] != _FORMAT:
+                raise CheckpointError(
+                    os.fspath(path), None, f"plan of format {body['raywl_plan']}, expected {_FORMAT}"
+                )
+            return cls(
+                identity=str(body["identity"]),
+                context=ParallelContext(**body["context"]),
+                files=tuple(body["files"]),
+                copies=tuple(map(_copy_from, body["copies"])),
+                targets={k: TargetInfo(str(d), tuple(s)) for k, (d, s) in body["targets"].items()},
+                unplanned=tuple(body["unplanned"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(os.fspath(path), None, f"is not a saved plan: {error!r}") from error
+
+
+def _copy_from(row: Sequence[Any]) -> Copy:
+    tensor, file, target, src_start, dst_start, shape, src_strides, dst_strides, src_dtype, dst_dtype = row
+    return Copy(
+        tensor, file, target, int(src_start), int(dst_start), tuple(map(int, shape)),
+        tuple(map(int, src_strides)), tuple(map(int, dst_strides)), src_dtype, dst_dtype,
+    )  # fmt: skip

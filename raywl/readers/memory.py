@@ -1,0 +1,67 @@
+"""Byte views of tensors: where reads end."""
+
+from __future__ import annotations
+
+import torch
+
+from raywl.plan.copies import Copy, span_of
+
+__all__ = ["ByteView", "int_dtype", "strided"]
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def int_dtype(itemsize: int) -> torch.dtype:
+    """An integer dtype of a width, to move elements whose own dtype has no copy kernel."""
+    return _INTS[itemsize]
+
+
+def strided(
+    raw: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over the bytes of `raw`, a 1-d uint8 tensor.
+
+    Args:
+        raw: The bytes.
+        start: Byte of the first element.
+        dtype: Dtype of the view.
+        shape: Its shape.
+        strides: Its strides in bytes.
+    """
+    size = dtype.itemsize
+    span = span_of(shape, strides, size)
+    flat = raw[start : start + span + -span % size]
+    if (flat.storage_offset() | flat.data_ptr() | start) % size:
+        # Files may put tensors at any byte; elements must be aligned to be viewed.
+        flat = flat.clone()
+    return flat.view(dtype).as_strided(shape, [stride // size for stride in strides], flat.storage_offset() // size)
+
+
+class ByteView:
+    """All bytes that a parameter spans, as uint8."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
+        self.nbytes = span_of(tuple(tensor.shape), strides, tensor.itemsize)
+        """Bytes from the first element's first to the last element's last."""
+        self.dtype = tensor.dtype
+        storage = tensor.untyped_storage()
+        self.first = tensor.storage_offset() * tensor.itemsize
+        """Byte of the storage that the first element starts at."""
+        self.raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        """1-d uint8 over those bytes."""
+        self.raw.set_(storage, self.first, (self.nbytes,), (1,))
+        self.memory = memoryview(self.raw.numpy()) if tensor.device.type == "cpu" else None
+        """The bytes to read into; `None` where no read can reach."""
+
+    def view_for(self, copy: Copy) -> torch.Tensor:
+        """The destination of a copy."""
+        dtype = self.dtype if copy.src_dtype != copy.dst_dtype else int_dtype(copy.itemsize)
+        size = dtype.itemsize
+        if self.first % size:
+            raise ValueError(f"{copy.target}: its storage starts at byte {self.first}, not on {size}")
+        flat = self.raw[copy.dst_start : copy.dst_end]
+        typed = flat.view(dtype)
+        return typed.as_strided(
+            copy.shape, [stride // size for stride in copy.dst_strides], typed.storage_offset()
+        )

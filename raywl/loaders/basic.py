@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raywl.errors import ShapeMismatchError
-from raywl.loaders.copying import check_shape, copy_checked, settle, weight_name
+from raywl.loaders.copying import check_shape, copy_checked, weight_name
 from raywl.loaders.ranks import ambient_context
 
 __all__ = [
@@ -31,7 +31,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     Raises:
         ShapeMismatchError: The shapes differ; nothing is broadcast.
     """
-    copy_checked(param.data, loaded_weight, weight_name(param, loaded_weight))
+    copy_checked(param.data, loaded_weight, weight_name(loaded_weight))
 
 
 def row_parallel_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def sharded_weight_loader(axis: int) -> Callable[[torch.Tensor, torch.Tensor], N
 
 
 def _load_part(param: torch.Tensor, loaded_weight: torch.Tensor, axis: int) -> None:
-    name = weight_name(param, loaded_weight)
+    name = weight_name(loaded_weight)
     context = ambient_context()
     rank, size = context.tp_rank, context.tp_size
     if size == 1:
@@ -95,10 +95,9 @@ def composed_weight_loader(
 
     def load_then_apply(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loader(param, loaded_weight, *args, **kwargs)
-        settle(loaded_weight)
         with torch.no_grad():
             result = fn(param)
-        check_shape(weight_name(param, loaded_weight), param.shape, result, "the function gave another shape")
+        check_shape(weight_name(loaded_weight), param.shape, result, "the function gave another shape")
         param.data.copy_(result)
 
     return load_then_apply

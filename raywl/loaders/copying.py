@@ -8,26 +8,16 @@ import torch
 
 from raywl.errors import ShapeMismatchError
 
-__all__ = ["check_shape", "copy_checked", "part_of", "settle", "weight_name"]
+__all__ = ["check_shape", "copy_checked", "part_of", "weight_name"]
 
 # Their numbers mean nothing to arithmetic: `copy_` between them and uint8 would convert 1.0 to 1.
 _BYTE_CODED = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
 
 
-def weight_name(*tensors: torch.Tensor) -> str | None:
-    """The first name that one of the tensors carries: a parameter's, or a lazy weight's."""
-    for tensor in tensors:
-        name = getattr(tensor, "raywl_name", None)
-        if isinstance(name, str):
-            return name
-    return None
-
-
-def settle(loaded_weight: torch.Tensor) -> None:
-    """Makes copies from a lazy weight happen now, for loaders that go on to use what was copied."""
-    flush = getattr(loaded_weight, "raywl_flush", None)
-    if flush is not None:
-        flush()
+def weight_name(loaded_weight: torch.Tensor) -> str | None:
+    """The name of a lazy weight in its checkpoint; plain tensors have none."""
+    name = getattr(getattr(loaded_weight, "source", None), "name", None)
+    return name if isinstance(name, str) else None
 
 
 def check_shape(

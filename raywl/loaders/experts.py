@@ -79,7 +79,7 @@ class ExpertLoader:
             ShapeMismatchError: The parameter or the weight doesn't have the shape above.
             ValueError: Unknown shard id, or an expert id out of range.
         """
-        name = weight_name(param, loaded_weight) or name
+        name = weight_name(loaded_weight) or name
         if shard_id not in ("w1", "w2", "w3"):
             raise ValueError(f"{name}: unknown shard id {shard_id!r}: expected 'w1', 'w2' or 'w3'")
         if expert_id is not None and not 0 <= expert_id < self.num_experts:

@@ -51,7 +51,7 @@ class QKVLoader:
             ShapeMismatchError: The parameter or the weight doesn't have the rows that the heads need.
             ValueError: Heads that don't divide, or another shard id.
         """
-        name = weight_name(param, loaded_weight)
+        name = weight_name(loaded_weight)
         context = ambient_context()
         rank, size = context.tp_rank, context.tp_size
         num_q = part_of(self.num_heads, rank, size, "num_heads", name)
@@ -122,7 +122,7 @@ class MergedColumnLoader:
             ShapeMismatchError: The parameter or the weight has other rows.
             ValueError: A size that `tp_size` doesn't divide, or a shard id out of range.
         """
-        name = weight_name(param, loaded_weight)
+        name = weight_name(loaded_weight)
         context = ambient_context()
         rank, size = context.tp_rank, context.tp_size
         parts = [
@@ -172,13 +172,15 @@ class VocabLoader:
             ShapeMismatchError: The parameter or the weight has another shape.
             ValueError: `tp_size` doesn't divide the padded rows.
         """
-        name = weight_name(param, loaded_weight)
+        name = weight_name(loaded_weight)
         context = ambient_context()
         rows = part_of(self.num_padded, context.tp_rank, context.tp_size, "padded vocabulary", name)
         check_shape(name, (rows, *param.shape[1:]), param, "the parameter has other rows")
         check_shape(name, (self.num_embeddings, *param.shape[1:]), loaded_weight)
         start = min(context.tp_rank * rows, self.num_embeddings)
         num_real = min(rows, self.num_embeddings - start)
+        # Pad rows first: a lazy weight's copy is then the last thing that touches the parameter.
+        if num_real < rows:
+            param.data.narrow(0, num_real, rows - num_real).zero_()
         # A rank of pad rows alone copies nothing, and by that still says that it has seen the weight.
         copy_checked(param.data.narrow(0, 0, num_real), loaded_weight.narrow(0, start, num_real), name)
-        param.data.narrow(0, num_real, rows - num_real).zero_()

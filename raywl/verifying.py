@@ -55,7 +55,9 @@ def verify(manifest: Manifest, *, deep: bool) -> VerifyReport:
         entries = {name: entry for name, entry in manifest.tensors.items() if entry.file == file.name}
         now = {name: entry for name, entry in again.tensors.items() if entry.file == file.name}
         if entries != now:
-            changed = sorted(name for name in entries.keys() | now.keys() if entries.get(name) != now.get(name))
+            changed = sorted(
+                name for name in entries.keys() | now.keys() if entries.get(name) != now.get(name)
+            )
             report.problems.append(
                 f"{manifest.path(file.name)}: header changed since it was opened: {len(changed)} tensors, "
                 f"for example {changed[0]}"

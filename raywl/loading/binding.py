@@ -22,6 +22,7 @@ from raywl.opening import Checkpoint
 from raywl.plan import LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
 from raywl.readers import OpenFiles
+from raywl.readers.memory import dtype_name
 from raywl.remap.experts import parse_expert_id
 from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
 
@@ -166,7 +167,9 @@ class Binding:
         for target in self.targets:
             if target.is_meta and target.persistent:
                 one = target.tensor.numel() == 1
-                shape = tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
+                shape = (
+                    tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
+                )
                 materialise(target, shape, self.device)
         self._boxes = boxes
         memory = {target.name: target.local for target in self.targets if not target.is_meta}
@@ -208,8 +211,9 @@ class Binding:
         if not fits and not (target.tensor.numel() == 1 and local == full and _numel(full) == 1):
             what = f"does not fit {route.param}"
             if local != full:
-                what += f": rank {self.context.tp_rank} of {self.context.tp_size} keeps {list(local)} of it"
-            raise ShapeMismatchError(name, has, full, what)
+                rank = f"rank {self.context.tp_rank} of {self.context.tp_size}"
+                what += f" ({rank} keeps {list(local)} of {list(full)})"
+            raise ShapeMismatchError(name, has, local, what)
         return box
 
     def _shards_of(self, target: Target) -> ShardSpec | None:
@@ -227,6 +231,7 @@ class Binding:
                 for copy in plan.copies:
                     recorder.declare(copy)
                 self.used = {copy.tensor for copy in plan.copies}
+                self.routed = {self.by_name[name].name for name in plan.targets}
             elif self._own_loader:
                 self._run_own(recorder)
             else:
@@ -247,7 +252,9 @@ class Binding:
             error.add_note(f"while {route.param} took {name}")
             raise
         except Exception as error:
-            error.add_note(f"raywl: the weight_loader of {route.param} failed on tensor {name!r} {list(weight.shape)}")
+            error.add_note(
+                f"raywl: the weight_loader of {route.param} failed on tensor {name!r} {list(weight.shape)}"
+            )
             raise
         if weight.source.used or not weight.numel():
             self.used.add(name)
@@ -265,7 +272,7 @@ class Binding:
         if _numel(torch_shape(entry.dtype, entry.shape)) == 1:
             strides = (0,) * len(box)
         dtype = TORCH_NAMES[entry.dtype]
-        wanted = str(local.dtype).removeprefix("torch.")
+        wanted = dtype_name(local.dtype)
         if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
             wanted = dtype  # the same bits under another name
         recorder.declare(copy_of_box(name, entry, box, target.name, strides, wanted))
@@ -299,6 +306,7 @@ class Binding:
     def lacking_parts(self, target: Target) -> list[str]:
         """Parts of a stacked or expert parameter that no tensor of the checkpoint was bound to."""
         have = self._parts.get(target.name, set())
+        rows: list[tuple[str, str, Any, int | None]]
         rows = [(p, w, shard, None) for p, w, shard in self._stacked]
         rows += [(p, w, shard, expert) for p, w, expert, shard in self._expert_mapping]
         lacking = []
@@ -329,7 +337,7 @@ class Binding:
             target = self.by_name.get(name)
             if target is None:
                 raise ValueError(f"the plan is of another model: it writes {name}, which isn't here")
-            dtype = str(target.tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(target.tensor.dtype)
             shape = tuple(target.local.shape)
             if dtype != info.dtype or (shape != info.shape and not target.is_meta):
                 raise ValueError(
@@ -400,9 +408,7 @@ def _dtensor_box(target: Target) -> Box:
     tensor: Any = target.tensor
     for placement in tensor.placements:
         as_shard_spec(placement)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
@@ -411,10 +417,8 @@ def _check_dtype(
 ) -> None:
     """Refuses conversions that lose the meaning of a value: floats into integers, complex into real."""
     has: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-    both_bytes = TORCH_NAMES[entry.dtype] in _BYTE_CODED and str(wanted).removeprefix("torch.") in _BYTE_CODED
+    both_bytes = TORCH_NAMES[entry.dtype] in _BYTE_CODED and dtype_name(wanted) in _BYTE_CODED
     if has != wanted and not both_bytes and not torch.can_cast(has, wanted):
         raise CheckpointError(
             checkpoint.path(entry.file), name, f"is {has}, which {param} ({wanted}) can't hold"
         )
-
-

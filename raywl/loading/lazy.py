@@ -18,8 +18,9 @@ import torch
 from raywl.checkpoint.dtypes import torch_dtype, torch_shape
 from raywl.checkpoint.header import TensorEntry
 from raywl.plan.copies import span_of
+from raywl.readers.memory import bytes_of
 
-__all__ = ["LazySource", "LazyWeight", "lazy_weight", "plain", "writes"]
+__all__ = ["LazySource", "LazyWeight", "lazy_weight", "plain", "writes", "written_to"]
 
 VIEWS = frozenset(
     """__getitem__ alias adjoint as_strided chunk detach diagonal dsplit expand expand_as flatten hsplit
@@ -75,7 +76,7 @@ class LazySource:
             span = span_of(tuple(view.shape), strides, view.itemsize)
             raw = torch.empty(span, dtype=torch.uint8)
             if span:
-                self.reader.read_now(self, self.start_of(view), memoryview(raw.numpy()))
+                self.reader.read_now(self, self.start_of(view), bytes_of(raw))
             return raw.view(view.dtype).as_strided(view.shape, view.stride(), 0)
 
     def load(self) -> torch.Tensor:
@@ -139,19 +140,18 @@ class LazyWeight(torch.Tensor):
             _load_all((*args, *kwargs.values()))
         return _compute(func, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeight({self.source.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return plain(self).clone()
+        values: torch.Tensor = plain(self)
+        return values.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).clone().__reduce_ex__(protocol)
 
 
-def lazy_weight(
-    name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader: ReadsNow
-) -> LazyWeight:
+def lazy_weight(name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader: ReadsNow) -> LazyWeight:
     """The lazy weight of a checkpoint tensor.
 
     Args:
@@ -215,7 +215,9 @@ def _view(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         return _compute(func, args, kwargs)
     if name in ("reshape", "flatten", "ravel") and not lazy.is_contiguous():
         # On other strides these may copy, which would read through the mapping.
-        shape = _run(func, (torch.empty_strided(lazy.shape, lazy.stride(), device="meta"), *args[1:]), kwargs).shape
+        shape = _run(
+            func, (torch.empty_strided(lazy.shape, lazy.stride(), device="meta"), *args[1:]), kwargs
+        ).shape
         try:
             return _rewrap(_run(torch.Tensor.view, (lazy, shape), {}), lazy)
         except RuntimeError:
@@ -229,6 +231,13 @@ def writes(name: str, kwargs: dict[str, Any]) -> bool:
         augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
         return augmented or name in ("__setitem__", "__set__")
     return name.endswith("_") or kwargs.get("out") is not None
+
+
+def written_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that such a function writes to: `out`, else the first one, however it is passed."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _lazies(values: Iterable[Any]) -> Iterable[LazyWeight]:

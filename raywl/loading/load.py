@@ -16,7 +16,7 @@ from raywl.errors import MissingWeightsError, RaywlError, some_of
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
 from raywl.loading.record import Recorder
-from raywl.loading.targets import collect_targets, init_buffers, replace_lazy, restore
+from raywl.loading.targets import init_buffers, replace_lazy, restore
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.plan import LoadPlan
 from raywl.plan.plan import TargetInfo
@@ -161,7 +161,9 @@ def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmad
         files=tuple(binding.file_order),
         copies=tuple(recorder.copies),
         targets={
-            target.name: TargetInfo(str(target.tensor.dtype).removeprefix("torch."), tuple(target.local.shape))
+            target.name: TargetInfo(
+                str(target.tensor.dtype).removeprefix("torch."), tuple(target.local.shape)
+            )
             for target in binding.targets
             if recorder.written.get(target.name) and recorder.written[target.name].nbytes
         },
@@ -239,5 +241,3 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-

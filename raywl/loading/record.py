@@ -19,10 +19,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from raywl.checkpoint import Manifest, TensorEntry
-from raywl.loading.lazy import ALIASES, FACTS, VIEWS, LazySource, LazyWeight, lazy_weight, writes
+from raywl.loading.lazy import (
+    ALIASES,
+    FACTS,
+    VIEWS,
+    LazySource,
+    LazyWeight,
+    lazy_weight,
+    plain,
+    writes,
+    written_to,
+)
 from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
 from raywl.plan.reads import schedule
 from raywl.readers import ByteView, OpenFiles, execute
+from raywl.readers.memory import dtype_name
 
 __all__ = ["Recorder", "Written"]
 
@@ -129,7 +140,8 @@ class Recorder(TorchFunctionMode):
     def copy(self, dst: torch.Tensor, src: LazyWeight) -> None:
         """Notes `dst.copy_(src)`, or makes it at once where that isn't safe."""
         if dst.shape != src.shape:
-            src = src.expand(dst.shape)  # raises as torch does where it can't be broadcast
+            expanded: Any = src.expand(dst.shape)  # raises as torch does where it can't be broadcast
+            src = expanded
         src.source.used = True
         if not src.numel() or dst.device.type == "meta":
             return
@@ -186,12 +198,12 @@ class Recorder(TorchFunctionMode):
                 file=src.source.entry.file,
                 target="",
                 src_start=src.source.start_of(src),
-                dst_start=dst.storage_offset() * item,
+                dst_start=int(dst.storage_offset()) * item,
                 shape=tuple(dst.shape),
                 src_strides=tuple(stride * src.itemsize for stride in src.stride()),
                 dst_strides=tuple(stride * item for stride in dst.stride()),
-                src_dtype=_name_of(src.dtype),
-                dst_dtype=_name_of(dst.dtype),
+                src_dtype=dtype_name(src.dtype),
+                dst_dtype=dtype_name(dst.dtype),
             )
         )
         if dst.is_conj() or dst.is_neg() or src.is_conj():
@@ -239,11 +251,11 @@ class Recorder(TorchFunctionMode):
 
     def __enter__(self) -> Recorder:
         self._thread = threading.get_ident()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._thread = None
 
     def __torch_function__(
@@ -251,6 +263,9 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__set__" and isinstance(args[-1], LazyWeight):
+            # `param.data = weight` never asks the weight: it would leave the mapping in the model.
+            args = (*args[:-1], plain(args[-1]))
         if name in FACTS or name in VIEWS or (name == "__get__" and not _is_raw(func)):
             return func(*args, **kwargs)
         lazy_copy = name in ("copy_", "__setitem__", "_foreach_copy_") and _is_lazy_copy(args)
@@ -270,14 +285,13 @@ class Recorder(TorchFunctionMode):
                 memory.immediate = True
                 self._note_write(memory, tensor, name)
         if writes(name, kwargs):
-            written = kwargs.get("out", args[0] if args else None)
-            for tensor in _tensors((written,)):
+            for tensor in _tensors((written_to(args, kwargs),)):
                 memory = self._memory_of(tensor)
                 if memory is not None:
                     self._note_write(memory, tensor, name)
 
     def _note_write(self, memory: _Memory, tensor: torch.Tensor, what: str) -> None:
-        start = tensor.storage_offset() * tensor.itemsize
+        start = int(tensor.storage_offset()) * tensor.itemsize
         strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
         end = start + span_of(tuple(tensor.shape), strides, tensor.itemsize)
         self.started = True
@@ -303,10 +317,6 @@ def _is_raw(func: Callable[..., Any]) -> bool:
         "__cuda_array_interface__",
         "__array_interface__",
     )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from raywl.loading.lazy import LazyWeight, plain, writes
+from raywl.loading.lazy import LazyWeight, plain, writes, written_to
 
 __all__ = ["Target", "collect_targets", "init_buffers", "materialise", "replace_lazy", "restore"]
 
@@ -44,7 +45,9 @@ class Target:
     @property
     def local(self) -> torch.Tensor:
         """The memory of this rank: the tensor, or a DTensor's local part."""
-        return self.tensor.to_local() if is_dtensor(self.tensor) else self.tensor.detach()
+        tensor: Any = self.tensor
+        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        return local
 
     def put(self, tensor: torch.Tensor) -> None:
         """Registers another tensor in its place, everywhere."""
@@ -72,7 +75,7 @@ def collect_targets(model: nn.Module) -> list[Target]:
                 if tensor is None:
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if isinstance(tensor, UninitializedTensorMixin):
                     raise ValueError(f"{name} has no shape yet: run the lazy module once before loading")
                 target = found.setdefault(id(tensor), Target(tensor, persistent=False))
                 target.names.append(name)
@@ -95,7 +98,7 @@ def materialise(target: Target, shape: tuple[int, ...], device: torch.device) ->
         if type(old) is nn.Parameter or is_dtensor(old):
             new = nn.Parameter(data, requires_grad=old.requires_grad)
         else:
-            new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)  # type: ignore[arg-type]
+            new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)
     else:
         new = data.requires_grad_(old.requires_grad)
     for key, value in old.__dict__.items():
@@ -128,9 +131,10 @@ class _WriteWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if writes(getattr(func, "__name__", ""), kwargs) and args and isinstance(args[0], torch.Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                self.written.add(args[0].untyped_storage().data_ptr())
+        if writes(getattr(func, "__name__", ""), kwargs):
+            written = written_to(args, kwargs)
+            if isinstance(written, torch.Tensor):
+                self.written.add(written.untyped_storage().data_ptr())
         return func(*args, **kwargs)
 
 
@@ -165,6 +169,7 @@ def _init_module(
         materialise(target, tuple(target.tensor.shape), device)
         # transformers marks what it has initialised, on meta too, and skips it from then on.
         target.tensor.__dict__.pop("_is_hf_initialized", None)
+    calls: list[tuple[Any, tuple[Any, ...]]]
     calls = [(getattr(module, name), ()) for name in _INITIALISERS[:3] if hasattr(module, name)]
     if hasattr(model, "_init_weights"):
         calls.append((model._init_weights, (module,)))

@@ -69,8 +69,10 @@ class Copy(NamedTuple):
     @property
     def is_direct(self) -> bool:
         """Whether the bytes lie in one run on both sides and need no conversion."""
-        return self.src_dtype == self.dst_dtype and self.src_strides == self.dst_strides and (
-            self.src_end - self.src_start == self.nbytes
+        return (
+            self.src_dtype == self.dst_dtype
+            and self.src_strides == self.dst_strides
+            and (self.src_end - self.src_start == self.nbytes)
         )
 
 
@@ -133,9 +135,7 @@ def split(copy: Copy, limit_bytes: int, gap_bytes: int) -> Iterator[Copy]:
         )
         for index in range(size):
             yield from split(
-                rest._replace(
-                    src_start=copy.src_start + index * src, dst_start=copy.dst_start + index * dst
-                ),
+                rest._replace(src_start=copy.src_start + index * src, dst_start=copy.dst_start + index * dst),
                 limit_bytes,
                 gap_bytes,
             )

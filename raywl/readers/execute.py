@@ -13,7 +13,7 @@ from raywl.errors import CheckpointError
 from raywl.plan.copies import Copy, split
 from raywl.plan.reads import GAP_BYTES, Read
 from raywl.readers.files import OpenFiles
-from raywl.readers.memory import ByteView, int_dtype, strided
+from raywl.readers.memory import ByteView, bytes_of, int_dtype, strided
 
 __all__ = ["SCRATCH_BYTES", "choose_num_threads", "execute"]
 
@@ -95,7 +95,7 @@ class _Scratch:
     def take(self, nbytes: int) -> tuple[torch.Tensor, memoryview]:
         if self._raw is None or self._raw.numel() < nbytes:
             self._raw = torch.empty(max(nbytes + 64, SCRATCH_BYTES + 64), dtype=torch.uint8)
-            self._memory = memoryview(self._raw.numpy())
+            self._memory = bytes_of(self._raw)
         return self._raw, self._memory[:nbytes]
 
 

@@ -49,14 +49,18 @@ class OpenFiles:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise MissingFileError(os.path.dirname(path), [name], "file has gone since it was opened") from None
+            raise MissingFileError(
+                os.path.dirname(path), [name], "file has gone since it was opened"
+            ) from None
         except OSError as error:
             raise CheckpointError(path, None, f"can't be opened: {error.strerror}") from error
         stamp = _stamp(os.fstat(fd))
         if stamp[0] != self._sizes[name]:
             os.close(fd)
             raise CorruptFileError(
-                path, None, f"expected {self._sizes[name]} bytes, the file has {stamp[0]}: it changed since its header was read"
+                path,
+                None,
+                f"expected {self._sizes[name]} bytes, the file has {stamp[0]}: it changed since its header was read",
             )
         return fd, stamp
 

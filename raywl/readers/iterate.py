@@ -15,7 +15,7 @@ from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers.execute import choose_num_threads, execute
 from raywl.readers.files import OpenFiles
-from raywl.readers.memory import ByteView
+from raywl.readers.memory import ByteView, dtype_name
 from raywl.readers.strategy import check_strategy
 from raywl.remap.experts import should_skip_weight
 
@@ -51,7 +51,7 @@ def _read(
             if entry.nbytes:
                 strides = contiguous_strides(tuple(tensor.shape), tensor.itemsize)
                 box = tuple((0, size) for size in tensor.shape)
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = dtype_name(tensor.dtype)
                 reads = schedule([copy_of_box(name, entry, box, name, strides, dtype)], {entry.file: 0})
                 execute(reads, files, {name: ByteView(tensor)}, num_threads=choose_num_threads(1))
             done += entry.nbytes

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from raywl.plan.copies import Copy, span_of
 
-__all__ = ["ByteView", "int_dtype", "strided"]
+__all__ = ["ByteView", "bytes_of", "dtype_name", "int_dtype", "strided"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, without the module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(raw: torch.Tensor) -> memoryview:
+    """The memory of a 1-d uint8 tensor on the CPU."""
+    array: Any = raw.numpy()
+    return memoryview(array)
 
 
 def int_dtype(itemsize: int) -> torch.dtype:
@@ -34,7 +47,9 @@ def strided(
     if (flat.storage_offset() | flat.data_ptr() | start) % size:
         # Files may put tensors at any byte; elements must be aligned to be viewed.
         flat = flat.clone()
-    return flat.view(dtype).as_strided(shape, [stride // size for stride in strides], flat.storage_offset() // size)
+    return flat.view(dtype).as_strided(
+        shape, [stride // size for stride in strides], flat.storage_offset() // size
+    )
 
 
 class ByteView:
@@ -46,12 +61,12 @@ class ByteView:
         """Bytes from the first element's first to the last element's last."""
         self.dtype = tensor.dtype
         storage = tensor.untyped_storage()
-        self.first = tensor.storage_offset() * tensor.itemsize
+        self.first = int(tensor.storage_offset()) * tensor.itemsize
         """Byte of the storage that the first element starts at."""
         self.raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         """1-d uint8 over those bytes."""
         self.raw.set_(storage, self.first, (self.nbytes,), (1,))
-        self.memory = memoryview(self.raw.numpy()) if tensor.device.type == "cpu" else None
+        self.memory = bytes_of(self.raw) if tensor.device.type == "cpu" else None
         """The bytes to read into; `None` where no read can reach."""
 
     def view_for(self, copy: Copy) -> torch.Tensor:

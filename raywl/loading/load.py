@@ -161,11 +161,9 @@ def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmad
         files=tuple(binding.file_order),
         copies=tuple(recorder.copies),
         targets={
-            target.name: TargetInfo(
-                str(target.tensor.dtype).removeprefix("torch."), tuple(target.local.shape)
-            )
+            target.name: TargetInfo(dtype_name(target.tensor.dtype), tuple(target.local.shape))
             for target in binding.targets
-            if recorder.written.get(target.name) and recorder.written[target.name].nbytes
+            if not target.is_meta and (target.name in binding.routed or recorder.written[target.name].nbytes)
         },
         unplanned=tuple(recorder.surprises),
     )

@@ -60,7 +60,8 @@ class OpenFiles:
             raise CorruptFileError(
                 path,
                 None,
-                f"expected {self._sizes[name]} bytes, the file has {stamp[0]}: it changed since its header was read",
+                f"expected {self._sizes[name]} bytes, the file has {stamp[0]}: "
+                "it changed since its header was read",
             )
         return fd, stamp
 

@@ -23,6 +23,7 @@ from raywl.plan.plan import TargetInfo
 from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers import OpenFiles, choose_num_threads, execute
+from raywl.readers.memory import dtype_name
 from raywl.readers.strategy import check_strategy
 from raywl.report import LoadReport
 from raywl.types import ParallelContext

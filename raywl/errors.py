@@ -56,8 +56,10 @@ def some_of(names: Sequence[str], limit: int = _SHOWN) -> str:
 
 
 def _rebuild(cls: type[RaywlError], args: tuple[Any, ...], state: dict[str, Any]) -> RaywlError:
-    # OSError's own __reduce__ loses constructor arguments, so the object is filled in by hand.
-    error = cls.__new__(cls, *args)
+    # OSError's own __reduce__ loses constructor arguments, so the object is filled in by hand. The first
+    # `__new__` of the bases isn't always the one that Python lets make a class with OSError among them.
+    make = OSError.__new__ if issubclass(cls, OSError) else Exception.__new__
+    error: RaywlError = make(cls)
     error.args = args
     error.__dict__.update(state)
     return error
@@ -216,8 +218,8 @@ class CapacityError(RaywlError, RuntimeError):
     def _message(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
         return (
-            f"not enough {self.resource}: {self.needed:g}{unit} needed, "
-            f"{self.available:g}{unit} available; {self.reason}"
+            f"not enough {self.resource}: {self.needed:.15g}{unit} needed, "
+            f"{self.available:.15g}{unit} available; {self.reason}"
         )
 
 

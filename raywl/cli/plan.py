@@ -16,11 +16,13 @@ from raywl.cli.arguments import (
 )
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
-from raywl.cli.weights import choose_cuts
+from raywl.cli.weights import choose_cuts, import_factory, read_tp_plan
+from raywl.errors import some_of
 from raywl.text import format_bytes
 from raywl.types import ParallelContext
 
 if TYPE_CHECKING:
+    from raywl.opening import Checkpoint
     from raywl.plan import LoadPlan
 
 __all__ = ["add_parser"]
@@ -46,9 +48,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     num_ranks = args.pp * args.dp * args.tp
     contexts = [ParallelContext.of_rank(rank, **group) for rank in range(num_ranks)]
     checkpoint = open_checkpoint(args.ref, **source_arguments(args))
-    cuts = choose_cuts(checkpoint, args.tp, args.tp_plan)
-    plans = [checkpoint.plan(parallel=context, shards=cuts.shards) for context in contexts]
-    notes = [f"one empty parameter for each tensor, {cuts.source}"]
+    if args.model:
+        plans, notes = _plans_of_model(args, checkpoint, contexts)
+    else:
+        cuts = choose_cuts(checkpoint, args.tp, args.tp_plan)
+        plans = [checkpoint.plan(parallel=context, shards=cuts.shards) for context in contexts]
+        notes = [f"one empty parameter for each tensor, {cuts.source}"]
     nbytes, kept = sum(plan.nbytes for plan in plans), sum(plan.nbytes_kept for plan in plans)
     out.json(
         {
@@ -69,6 +74,28 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for note in notes:
         out.text(f"note: {note}")
     return DONE
+
+
+def _plans_of_model(
+    args: argparse.Namespace, checkpoint: Checkpoint, contexts: list[ParallelContext]
+) -> tuple[list[LoadPlan], list[str]]:
+    """The plans of the ranks' models, made one after the other in this process."""
+    from raywl.loading.planning import plan_model
+
+    factory = import_factory(args.model)
+    tp_plan = None if args.tp_plan is None else read_tp_plan(args.tp_plan)
+    plans, notes = [], [f"the model that {args.model} makes for each rank"]
+    for context in contexts:
+        report = plan_model(factory(context), checkpoint, context, tp_plan=tp_plan)
+        assert report.plan is not None
+        plans.append(report.plan)
+        rank = f"rank {context.rank}"
+        if report.missing:
+            notes.append(f"{rank}: not in the checkpoint: {some_of(report.missing)}")
+        if report.unexpected:
+            notes.append(f"{rank}: without a place in the model: {some_of(report.unexpected)}")
+        notes += [f"{rank}: {note}" for note in report.notes]
+    return plans, notes
 
 
 def _show(plans: list[LoadPlan], out: Output) -> None:

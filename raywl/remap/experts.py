@@ -87,10 +87,11 @@ def determine_expert_map(
     # Here and not above: names are planned where torch isn't wanted.
     import torch
 
-    expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+    places = [-1] * num_experts
     for place, expert in enumerate(ids):
-        expert_map[expert] = place
-    return len(ids), expert_map
+        places[expert] = place
+    # On the CPU even where models are made, under `with torch.device("meta")`.
+    return len(ids), torch.tensor(places, dtype=torch.int32, device="cpu")
 
 
 def should_skip_weight(name: str, local_expert_ids: Collection[int] | None) -> bool:

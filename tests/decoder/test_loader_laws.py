@@ -309,7 +309,7 @@ def test_vocabulary_padded_to_a_size_or_a_multiple():
 
 
 def test_vocabulary_refuses_what_does_not_fit():
-    with tp(2, 3), pytest.raises(ValueError, match="padded vocabulary 16 .*3 equal parts .rank 2"):
+    with tp(2, 3), pytest.raises(ValueError, match=r"padded vocabulary 16 .*3 equal parts .rank 2"):
         VocabLoader(10, 16)(unset(5, 2), numbered(10, 2))
     with pytest.raises(ShapeMismatchError):
         VocabLoader(10, 16)(unset(16, 2), numbered(16, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from raywl.checkpoint import TensorEntry
 from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
 from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
+from raywl.loading.hf import ConversionRules, FusedPart, offsets_of_parts
 from raywl.loading.lazy import LazyWeight
 from raywl.loading.names import NameTable, Route
 from raywl.loading.record import Recorder
@@ -29,6 +30,16 @@ from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
 __all__ = ["Binding"]
 
 Box = tuple[tuple[int, int], ...]
+
+
+class _Place(NamedTuple):
+    """One place that only one tensor can take."""
+
+    target: str
+    shard_id: Any
+    expert_id: int | None
+    fused: FusedPart | None
+
 
 _BYTE_CODED = ("uint8", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
@@ -73,6 +84,8 @@ class Binding:
         self._shards, self._tp_plan, self._mapper = SpecTable(shards), tp_plan, mapper
         self._stacked, self._expert_mapping = list(stacked or ()), list(expert_mapping or ())
         self._names = NameTable(self.by_name, stacked, expert_mapping, _prefixes(model))
+        self._rules = ConversionRules(model)
+        self._fused_starts: dict[str, tuple[int, ...]] = {}
         self._own_loader = (
             callable(getattr(model, "load_weights", None))
             and mapper is None
@@ -86,13 +99,13 @@ class Binding:
     def _route_all(self) -> None:
         """Finds the place of every tensor; the first of several tied names gets the memory."""
         ignored = _ignored_unexpected(self.model)
-        taken: dict[tuple[str, Any, int | None], str] = {}
+        taken: dict[_Place, str] = {}
         for name in sorted_for_iteration(list(self.checkpoint.tensors), self.checkpoint.tensors):
             mapped = name if self._mapper is None else self._mapper.map_name(name)
             if mapped is None:
                 self.skipped[name] = "dropped by the mapper"
                 continue
-            routes = self._names.find(mapped)
+            routes = self._names.find(mapped) or self._find_converted(mapped)
             if not routes:
                 self._no_place(name, mapped, ignored)
             for route in routes:
@@ -100,7 +113,7 @@ class Binding:
                 if not target.persistent:
                     self.skipped[name] = f"{route.param} is a buffer that the model computes itself"
                     continue
-                key = (target.name, route.shard_id, route.expert_id)
+                key = _Place(target.name, *route[1:])
                 if key in taken and route.expert_id is None:
                     self._second(name, route, target, taken, key)
                     continue
@@ -108,13 +121,19 @@ class Binding:
                 self._routes.append((name, route))
         self._routes = [(name, route) for name, route in self._routes if name not in self.skipped]
 
+    def _find_converted(self, name: str) -> list[Route]:
+        """The place under transformers' own rules for the model, when it is one of its models."""
+        converted, part = self._rules.map_name(name)
+        routes = self._names.find(converted) if converted != name else []
+        return [route._replace(fused=part) for route in routes]
+
     def _second(
         self,
         name: str,
         route: Route,
         target: Target,
-        taken: dict[tuple[str, Any, int | None], str],
-        key: tuple[str, Any, int | None],
+        taken: dict[_Place, str],
+        key: _Place,
     ) -> None:
         """A further tensor for a place that has one: fine where the place has two names, else an error."""
         other = taken[key]
@@ -157,12 +176,13 @@ class Binding:
         elif not self._own_loader:
             self._route_all()
             specs = self._specs()
+            self._fused_starts = self._place_fused()
             for index, (name, route) in enumerate(self._routes):
                 target = self.by_name[route.param]
                 self._check_loader(name, route, target)
                 if not _has_loader(target):
                     boxes[index] = self._box(name, route, target, specs)
-                    if not is_dtensor(target.tensor):
+                    if not is_dtensor(target.tensor) and route.fused is None:
                         shapes[target.name] = tuple(end - start for start, end in boxes[index])
         for target in self.targets:
             if target.is_meta and target.persistent:
@@ -187,6 +207,22 @@ class Binding:
                 full |= dict.fromkeys(target.names, torch_shape(entry.dtype, entry.shape))
         return shards_from_tp_plan(self._tp_plan, full, self.context.tp_size)
 
+    def _place_fused(self) -> dict[str, tuple[int, ...]]:
+        """Where each tensor of a fused parameter starts in it, by the tensor's name."""
+        parts: dict[str, dict[FusedPart, tuple[int, ...]]] = {}
+        for name, route in self._routes:
+            if route.fused is not None:
+                entry = self.checkpoint.tensors[name]
+                shape = torch_shape(entry.dtype, entry.shape)
+                parts.setdefault(route.param, {})[route.fused] = shape
+        starts = {
+            param: offsets_of_parts(param, tuple(self.by_name[param].tensor.shape), shapes)
+            for param, shapes in parts.items()
+        }
+        return {
+            name: starts[route.param][route.fused] for name, route in self._routes if route.fused is not None
+        }
+
     def _check_loader(self, name: str, route: Route, target: Target) -> None:
         if (route.shard_id is not None or route.expert_id is not None) and not _has_loader(target):
             raise ValueError(
@@ -204,6 +240,10 @@ class Binding:
             if has != full:
                 raise ShapeMismatchError(name, has, full, f"does not fit {route.param}, a DTensor")
             return _dtensor_box(target)
+        if route.fused is not None:
+            if self._shards_of(target) or any(specs.get(other) for other in target.names):
+                raise ValueError(f"{route.param} is fused out of several tensors and can't be cut as well")
+            return tuple((0, size) for size in full)
         spec = self._shards_of(target) or _first(specs.get(n) for n in target.names) or Replicate()
         box = local_box(name, full, spec, self.context.tp_rank, self.context.tp_size)
         local = tuple(end - start for start, end in box)
@@ -275,7 +315,10 @@ class Binding:
         wanted = dtype_name(local.dtype)
         if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
             wanted = dtype  # the same bits under another name
-        recorder.declare(copy_of_box(name, entry, box, target.name, strides, wanted))
+        start = self._fused_starts.get(name, ())
+        first = sum(offset * stride for offset, stride in zip(start, strides, strict=False))
+        copy = copy_of_box(name, entry, box, target.name, strides[len(strides) - len(box) :], wanted)
+        recorder.declare(copy._replace(dst_start=first))
 
     def _run_own(self, recorder: Recorder) -> None:
         """Calls the model's `load_weights`, which names what it loaded or is judged by what it wrote."""

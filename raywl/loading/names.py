@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from raywl.loading.hf import FusedPart
+
 __all__ = ["NameTable", "Route"]
 
 
@@ -17,6 +19,8 @@ class Route(NamedTuple):
     """Which part of a stacked or expert parameter it is."""
     expert_id: int | None = None
     """Which expert it is, of a parameter that holds several."""
+    fused: FusedPart | None = None
+    """Where it lies in a parameter that transformers fuses out of several tensors."""
 
 
 class NameTable:

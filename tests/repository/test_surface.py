@@ -1,0 +1,77 @@
+"""The names that users import, pinned: a change here is a change for them."""
+
+import importlib
+
+import pytest
+
+import raywl
+
+PUBLIC = {
+    "raywl": [
+        "Checkpoint",
+        "GroupReport",
+        "LoadPlan",
+        "LoadReport",
+        "ParallelContext",
+        "RankGroup",
+        "Replicate",
+        "Shard",
+        "__version__",
+        "current_context",
+        "errors",
+        "launch",
+        "load_into",
+        "open_checkpoint",
+    ],
+    "raywl.actors": ["RankGroup", "launch"],
+    "raywl.errors": [
+        "AuthError",
+        "CapacityError",
+        "CheckpointError",
+        "ClusterError",
+        "CorruptFileError",
+        "LeaseLostError",
+        "LockError",
+        "MissingFileError",
+        "MissingWeightsError",
+        "NodeLostError",
+        "NotFoundError",
+        "OfflineError",
+        "RaywlError",
+        "ShapeMismatchError",
+        "SourceError",
+        "StagingTimeout",
+    ],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names(module):
+    """`__all__` is the list above, and each name is there."""
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == PUBLIC[module]
+    for name in PUBLIC[module]:
+        assert getattr(found, name) is not None
+
+
+def test_names_are_listed_before_they_are_imported():
+    assert set(PUBLIC["raywl"]) <= set(dir(raywl))
+
+
+def test_lazy_names_are_of_their_homes():
+    """A name that is imported on its first use is the same object as in its module."""
+    for name, home in raywl._HOMES.items():
+        assert getattr(raywl, name) is getattr(importlib.import_module(home), name)
+        assert name in raywl.__all__
+
+
+@pytest.mark.parametrize("name", PUBLIC["raywl"])
+def test_public_names_have_docs(name):
+    """Everything that a user calls says what it takes, gives and raises."""
+    value = getattr(raywl, name)
+    if name == "__version__":
+        return
+    assert value.__doc__
+    if callable(value) and not isinstance(value, type) and name != "current_context":
+        for section in ("Args:", "Raises:"):
+            assert section in value.__doc__, f"{name}: no {section}"

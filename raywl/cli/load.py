@@ -39,6 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_source_arguments(parser)
     add_parallel_arguments(parser)
     add_weights_arguments(parser)
+    parser.add_argument("--strategy", metavar="WORD", help="how files are read (default auto)")
     parser.add_argument(
         "--address",
         help="the Ray cluster, HOST:PORT or auto; default: RAY_ADDRESS, else one that is started for this",
@@ -70,14 +71,18 @@ def check_report_path(path: str | None) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from raywl.readers.strategy import check_strategy
+
     check_report_path(args.report)
+    check_strategy(args.strategy)
     arguments, notes = _load_arguments(args)
-    # After the arguments were checked: these imports take seconds.
+    # After what can be checked without a cluster: starting one takes seconds.
     import raywl
 
     with raywl.launch(
         args.ref,
         address=args.address,
+        strategy=args.strategy,
         progress=out.progress(),
         **arguments,
         **sizes(args),

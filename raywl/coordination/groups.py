@@ -49,6 +49,8 @@ class Beat:
     """Nothing has needed it for so long that it should end."""
     next_beat_s: float
     """When to beat again."""
+    groups: tuple[str, ...] = ()
+    """The groups that live, by name; what is kept for others may go."""
 
 
 class GroupRegistry:
@@ -144,7 +146,8 @@ class GroupRegistry:
         else:
             self._idle_since.setdefault(node, now_s)
         idle_for_s = 0.0 if needed else now_s - self._idle_since[node]
-        return Beat(needed, not needed and idle_for_s >= self._idle_s, self.beat_s)
+        retire = not needed and idle_for_s >= self._idle_s
+        return Beat(needed, retire, self.beat_s, tuple(self._groups))
 
     def retire_idle(self, now_s: float) -> tuple[str, ...]:
         """Nodes whose helpers nothing needs: they are to end now and are forgotten here."""

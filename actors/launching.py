@@ -1,0 +1,436 @@
+"""`launch`: from a checkpoint and a model factory to loaded ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raywl.actors.agent import Opened, SourceRequest
+from raywl.actors.connect import Connection, connect
+from raywl.actors.deadline import Deadline
+from raywl.actors.failures import Place, most_telling
+from raywl.actors.group import GroupParts, RankGroup
+from raywl.actors.keeper import GroupKeeper
+from raywl.actors.rank import Job, RankSpec, Rendezvous
+from raywl.actors.raycalls import (
+    Node,
+    ProgressPoll,
+    alive_nodes,
+    from_ray,
+    gather,
+    has_gpus,
+    make_agent,
+    make_coordinator,
+    make_rank,
+    place_ranks,
+    say_hello,
+    settle,
+    to_bytes,
+)
+from raywl.coordination import Group, rank_order
+from raywl.errors import MissingWeightsError, NodeLostError, NotFoundError, RaywlError, some_of
+from raywl.progress import Progress, make_progress
+from raywl.report import GroupReport, LoadReport
+from raywl.types import ParallelContext
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["launch"]
+
+_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_COORDINATOR = Place("of the coordinator")
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What the caller wants, checked."""
+
+    ref: str
+    factory: Callable[[ParallelContext], torch.nn.Module]
+    sizes: Mapping[str, int]
+    replicas: int
+    num_cpus_per_rank: float
+    num_gpus_per_rank: float | None
+    placement: str
+    address: str | None
+    init_distributed: bool | None
+    """`None`: where there is more than one rank to a replica."""
+    agent_idle_s: float
+    source: Mapping[str, Any]
+    load: Mapping[str, Any]
+    strict: bool | str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a replica."""
+        return self.sizes["pp_size"] * self.sizes["dp_size"] * self.sizes["tp_size"]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all replicas."""
+        return self.world_size * self.replicas
+
+
+def launch(
+    ref: str | os.PathLike[str],
+    model_factory: Callable[[ParallelContext], torch.nn.Module],
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    dp_size: int = 1,
+    ep_size: int = 1,
+    replicas: int = 1,
+    num_cpus_per_rank: float = 1,
+    num_gpus_per_rank: float | None = None,
+    placement: str | None = None,
+    address: str | None = None,
+    init_distributed: bool | str = "auto",
+    stage_mode: str = "cache",
+    timeout_s: float = 600.0,
+    agent_idle_s: float = 300.0,
+    shards: Mapping[str, Any] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    mapper: Any = None,
+    stacked: Sequence[tuple[str, str, Any]] | None = None,
+    expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+    strategy: str | None = None,
+    strict: bool | str = True,
+    device: torch.device | str | None = None,
+    progress: bool | Progress | None = None,
+    **source: Any,
+) -> RankGroup:
+    """Loads a checkpoint onto the ranks of a Ray cluster.
+
+    Args:
+        ref: A path that every node of the group has: each opens it itself, and all must find the same
+            checkpoint there. A relative path counts from the driver's folder, `~` is each node's own.
+        model_factory: Called on each rank with its context; returns the model, on `meta` or a device.
+            A function, a lambda or a closure: it is sent by value where the ranks can't import it.
+        tp_size: Tensor-parallel ranks.
+        pp_size: Pipeline stages.
+        dp_size: Data-parallel ranks.
+        ep_size: Ranks over which experts are spread; divides `dp_size * tp_size`.
+        replicas: Independent groups of `pp_size * dp_size * tp_size` ranks each.
+        num_cpus_per_rank: CPUs that a rank reserves.
+        num_gpus_per_rank: GPUs, fractions allowed; by default 1 where the cluster has GPUs, else 0.
+        placement: Ray's strategy for the placement group; by default `"PACK"`, on few nodes.
+        address: `None` for the Ray that is initialised already, else `RAY_ADDRESS`, else a local cluster,
+            which then has enough CPUs; or `host:port`, `"auto"`, `"local"`.
+        init_distributed: `"auto"` initialises `torch.distributed` over each replica's ranks when there
+            is more than one (nccl for whole GPUs, else gloo); `True` always, `False` never.
+        stage_mode: How nodes come to the checkpoint; `"cache"`: from files.
+        timeout_s: Bounds everything until all ranks are loaded.
+        agent_idle_s: How long raywl's helpers on the nodes stay when nothing needs them any more.
+        shards: As in `load_into`; so are `tp_plan`, `mapper`, `stacked`, `expert_mapping` and `strategy`.
+        tp_plan: See there.
+        mapper: See there.
+        stacked: See there.
+        expert_mapping: See there.
+        strategy: See there.
+        strict: As in `load_into`; a tensor counts as unexpected when no rank of a replica has a place for it.
+        device: Where `meta` parameters are made; by default the rank's GPU, else the CPU.
+        progress: `True` for a bar on standard error, or a callable; for all ranks together.
+        **source: Keyword arguments of `open_checkpoint`.
+
+    Returns:
+        The group, loaded. Use it as a context manager, or call its `shutdown`.
+
+    Raises:
+        ValueError: Sizes that don't divide, or an unknown word.
+        CheckpointError: The checkpoint is damaged, doesn't fit, or isn't the same on every node.
+        NotFoundError: Nodes lack it; they are named.
+        CapacityError: The cluster has too few CPUs or GPUs, or they stay in use.
+        NodeLostError: A rank or its node died.
+        StagingTimeout: `timeout_s` passed; it says in which phase, and who was not done.
+        ClusterError: There is no cluster at the address, raywl is absent or of another version on a node,
+            or `model_factory` raised.
+    """
+    if stage_mode != "cache":
+        raise ValueError(f"stage_mode must be 'cache', not {stage_mode!r}")
+    if init_distributed not in ("auto", True, False):
+        raise ValueError(f"init_distributed must be 'auto', True or False, not {init_distributed!r}")
+    if placement is not None and placement not in _PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, not {placement!r}")
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
+    for name in ("parallel", "plan"):
+        if name in source:
+            raise TypeError(f"launch() takes no {name!r}: each rank has its own")
+    ask = _Ask(
+        ref=_for_all_nodes(ref),
+        factory=model_factory,
+        sizes={"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size, "ep_size": ep_size},
+        replicas=replicas,
+        num_cpus_per_rank=num_cpus_per_rank,
+        num_gpus_per_rank=num_gpus_per_rank,
+        placement=placement or "PACK",
+        address=address,
+        init_distributed=None if init_distributed == "auto" else bool(init_distributed),
+        agent_idle_s=agent_idle_s,
+        source=source,
+        load=_given(
+            shards=shards,
+            tp_plan=tp_plan,
+            mapper=mapper,
+            stacked=stacked,
+            expert_mapping=expert_mapping,
+            strategy=strategy,
+            strict=strict,
+            device=device,
+        ),
+        strict=strict,
+    )
+    ParallelContext.of_rank(0, **ask.sizes)  # refuses impossible sizes before anything is started
+    work = to_bytes((ask.factory, dict(ask.load)))
+    return _Launch(ask, work, Deadline(timeout_s, "launch"), make_progress(progress)).run()
+
+
+class _Launch:
+    """One launch under way, in the driver's process: its steps, and what they have made so far."""
+
+    def __init__(self, ask: _Ask, work: bytes, deadline: Deadline, progress: Progress | None) -> None:
+        self._ask, self._work, self._deadline, self._progress = ask, work, deadline, progress
+        self._notes: list[str] = []
+        self._parts: GroupParts
+
+    def run(self) -> RankGroup:
+        """All steps; takes everything away again when one fails."""
+        self._deadline.enter("connect")
+        connection = connect(
+            self._ask.address,
+            num_cpus=self._ask.num_ranks * self._ask.num_cpus_per_rank,
+            deadline=self._deadline,
+        )
+        self._notes.append(connection.note)
+        self._parts = GroupParts(uuid.uuid4().hex, connection)
+        try:
+            return self._build(connection)
+        except BaseException:
+            self._parts.end()
+            raise
+
+    def _build(self, connection: Connection) -> RankGroup:
+        ask, deadline, parts = self._ask, self._deadline, self._parts
+        deadline.enter("register")
+        group = Group(
+            parts.name,
+            f"{socket.gethostname()}:{os.getpid()}",
+            ask.ref,
+            num_ranks=ask.num_ranks,
+            idle_s=ask.agent_idle_s,
+        )
+        self._keep(group)
+        parts.keeper = GroupKeeper(group, _keep_once)
+        parts.keeper.start()
+
+        deadline.enter("place")
+        bundle = self._bundle()
+        parts.placement = place_ranks(bundle, ask.num_ranks, ask.placement, deadline)
+        self._notes.append(f"placement {ask.placement}, each rank {dict(bundle)}")
+        nodes = {node.node_id: node for node in alive_nodes()}
+        order = rank_order(parts.placement.nodes)
+        self._find_nodes(nodes, [parts.placement.nodes[index] for index in order])
+        group = replace(group, nodes=tuple(node.node_id for node in parts.nodes))
+        parts.keeper.update(group)
+        self._keep(group)
+
+        # Ranks start (importing torch takes seconds) while the nodes open the checkpoint.
+        parts.ranks = [
+            make_rank(spec, parts.placement, index, bundle)
+            for spec, index in zip(parts.specs, order, strict=True)
+        ]
+        starting = [rank.start.remote() for rank in parts.ranks]
+        deadline.enter("open")
+        request = SourceRequest(parts.name, ask.ref, dict(ask.source))
+        identity = self._open(request)
+        deadline.enter("start ranks")
+        places = [spec.place for spec in parts.specs]
+        parts.facts = gather(starting, places, deadline)
+        self._init_distributed(bundle.get("GPU", 0.0))
+
+        deadline.enter("load")
+        reports = self._load(Job(request, identity, self._work, deadline.remaining_s()), places)
+        deadline.enter("")
+        return RankGroup(parts, self._report(identity, reports))
+
+    def _keep(self, group: Group) -> None:
+        """Registers the group; again where the coordinator was just ending."""
+        for attempt in range(1, _TRIES + 1):
+            try:
+                gather([make_coordinator().keep.remote(group)], [_COORDINATOR], self._deadline)
+                return
+            except NodeLostError:
+                if attempt == _TRIES:
+                    raise
+
+    def _bundle(self) -> dict[str, float]:
+        num_gpus = self._ask.num_gpus_per_rank
+        if num_gpus is None:
+            num_gpus = 1 if has_gpus() else 0
+            self._notes.append(
+                f"{num_gpus} GPUs to a rank, as the cluster has {'some' if num_gpus else 'none'}"
+            )
+        bundle = {"CPU": float(self._ask.num_cpus_per_rank), "GPU": float(num_gpus)}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        if not bundle:
+            raise ValueError("a rank without GPU must reserve some CPU: num_cpus_per_rank is 0")
+        return bundle
+
+    def _find_nodes(self, nodes: Mapping[str, Node], node_ids: Sequence[str]) -> None:
+        """Who the ranks are, from the node of each."""
+        parts, world_size = self._parts, self._ask.world_size
+        for rank, node_id in enumerate(node_ids):
+            if node_id not in nodes:
+                raise NodeLostError("the node died when ranks had been placed on it", node=node_id, rank=rank)
+            node = nodes[node_id]
+            context = ParallelContext.of_rank(
+                rank % world_size,
+                **self._ask.sizes,
+                local_rank=node_ids[:rank].count(node_id),
+                local_size=node_ids.count(node_id),
+            )
+            parts.specs.append(RankSpec(rank, context, node_id, node.label, node.address))
+        parts.nodes = [nodes[node_id] for node_id in dict.fromkeys(node_ids)]
+
+    def _open(self, request: SourceRequest) -> str:
+        """Every node opens the checkpoint; returns the identity that all found."""
+        nodes, deadline = self._parts.nodes, self._deadline
+        for attempt in range(1, _TRIES + 1):
+            agents = [make_agent(node) for node in nodes]
+            try:
+                for agent, node in zip(agents, nodes, strict=True):
+                    say_hello(agent, node, deadline)
+                break
+            except NodeLostError:
+                # An agent that was just ending when it was found by its name.
+                if attempt == _TRIES:
+                    raise
+        places = [Place(node.label) for node in nodes]
+        opening = [agent.open.remote(request) for agent in agents]
+        settled = settle(opening, places, deadline, wait_for_all=True)
+        if settled.failures:
+            raise _opening_error(request.ref, settled.failures, nodes)
+        opened: list[Opened] = settled.results
+        identities = {node.node_id: found.identity for node, found in zip(nodes, opened, strict=True)}
+        labels = {node.node_id: node.label for node in nodes}
+        asked = make_coordinator().agree.remote(self._parts.name, identities, labels)
+        try:
+            identity: str = ray.get(asked, timeout=max(1.0, deadline.remaining_s()))
+        except ray.exceptions.RayError as error:
+            told = from_ray(error, _COORDINATOR)
+            told.where = None
+            raise told from None
+        return identity
+
+    def _init_distributed(self, num_gpus_per_rank: float) -> None:
+        ask, parts, deadline = self._ask, self._parts, self._deadline
+        wanted = ask.world_size > 1 if ask.init_distributed is None else ask.init_distributed
+        if not wanted:
+            return
+        deadline.enter("join torch.distributed")
+        # nccl refuses two ranks on one GPU.
+        backend = "nccl" if num_gpus_per_rank >= 1 else "gloo"
+        self._notes.append(f"torch.distributed over {backend}, {ask.world_size} ranks to a replica")
+        heads = range(0, ask.num_ranks, ask.world_size)
+        places = [spec.place for spec in parts.specs]
+        timeout_s = max(1.0, deadline.remaining_s())
+        ports = gather(
+            [parts.ranks[head].serve_store.remote(timeout_s) for head in heads],
+            [places[head] for head in heads],
+            deadline,
+        )
+        meetings = [
+            Rendezvous(parts.specs[head].address, port, backend, timeout_s)
+            for head, port in zip(heads, ports, strict=True)
+        ]
+        joining = [
+            rank.join.remote(meetings[index // ask.world_size]) for index, rank in enumerate(parts.ranks)
+        ]
+        gather(joining, places, deadline)
+
+    def _load(self, job: Job, places: Sequence[Place]) -> list[LoadReport]:
+        parts = self._parts
+        sent = ray.put(job)
+        poll = None if self._progress is None else ProgressPoll(parts.ranks, self._progress)
+        reports: list[LoadReport] = gather(
+            [rank.load.remote(sent) for rank in parts.ranks], places, self._deadline, on_tick=poll
+        )
+        if poll is not None:
+            poll.finish(sum(report.bytes_read for report in reports))
+        return reports
+
+    def _report(self, identity: str, reports: list[LoadReport]) -> GroupReport:
+        ask = self._ask
+        unexpected = _unexpected(reports[: ask.world_size])
+        if unexpected:
+            text = "tensors that have no place on any rank"
+            if ask.strict == "exact":
+                raise MissingWeightsError(ask.ref, unexpected, text)
+            warnings.warn(f"{len(unexpected)} {text}: {ask.ref}: {some_of(unexpected)}", stacklevel=5)
+        return GroupReport(
+            ask.ref,
+            identity,
+            ranks=reports,
+            unexpected=unexpected,
+            seconds=self._deadline.elapsed_s,
+            phases=dict(self._deadline.phases),
+            notes=self._notes,
+        )
+
+
+def _keep_once(group: Group) -> None:
+    ray.get(make_coordinator().keep.remote(group), timeout=group.lease_s / 3)
+
+
+def _for_all_nodes(ref: str | os.PathLike[str]) -> str:
+    """The reference as every node is to read it: the driver's working folder means nothing elsewhere."""
+    told = os.fspath(ref)
+    if not isinstance(told, str):
+        raise TypeError(f"ref must be a path, not {type(ref).__name__}")
+    return told if told.startswith("~") else os.path.abspath(told)
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:
+    """One error for what several nodes said."""
+    lacking = {index: error for index, error in failures.items() if isinstance(error, NotFoundError)}
+    if not lacking or len(nodes) == 1:
+        return most_telling(failures)
+    if len(lacking) == len(nodes):
+        told = NotFoundError(ref, f"not found on any of {len(nodes)} nodes", local=True)
+    else:
+        names = some_of([nodes[index].label for index in sorted(lacking)])
+        told = NotFoundError(
+            ref,
+            f"not found on {len(lacking)} of {len(nodes)} nodes: {names}; it must be at that path on each",
+            local=True,
+        )
+    for error in failures.values():
+        told.add_note(str(error))
+    return told
+
+
+def _unexpected(reports: Sequence[LoadReport]) -> list[str]:
+    """Tensors that no rank of a replica has a place for.
+
+    A rank of one pipeline stage can't know whether another stage has one.
+    """
+    homeless = [
+        {*report.unexpected, *(n for n, why in report.skipped.items() if why.startswith("no place on stage"))}
+        for report in reports
+    ]
+    nowhere = set.intersection(*homeless)
+    names = [name for report in reports for name in (*report.unexpected, *report.skipped)]
+    return [name for name in dict.fromkeys(names) if name in nowhere]

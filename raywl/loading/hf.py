@@ -68,7 +68,7 @@ def _transforms_of(model: nn.Module) -> Sequence[Any]:
 
 def _part_of(rule: Any, pattern: str, name: str, target: str) -> FusedPart:
     kinds = [type(operation).__name__ for operation in rule.operations]
-    dims = [getattr(operation, "dim", None) for operation in rule.operations]
+    dims: list[Any] = [getattr(operation, "dim", None) for operation in rule.operations]
     order = rule.source_patterns.index(pattern)
     if kinds[:1] == ["MergeModulelist"] and dims[0] == 0 and kinds[1:] in ([], ["Concatenate"]):
         digits = pattern.replace("*.", r"(\d+)\.")

@@ -86,7 +86,7 @@ class Binding:
         self._names = NameTable(self.by_name, stacked, expert_mapping, _prefixes(model))
         self._rules = ConversionRules(model)
         self._fused_starts: dict[str, tuple[int, ...]] = {}
-        self._own_loader = (
+        self.has_own_loader = (
             callable(getattr(model, "load_weights", None))
             and mapper is None
             and not (self._stacked or self._expert_mapping or shards or tp_plan)
@@ -173,7 +173,7 @@ class Binding:
         if plan is not None:
             self._check_plan(plan)
             shapes = {name: info.shape for name, info in plan.targets.items()}
-        elif not self._own_loader:
+        elif not self.has_own_loader:
             self._route_all()
             specs = self._specs()
             self._fused_starts = self._place_fused()
@@ -272,7 +272,7 @@ class Binding:
                     recorder.declare(copy)
                 self.used = {copy.tensor for copy in plan.copies}
                 self.routed = {self.by_name[name].name for name in plan.targets}
-            elif self._own_loader:
+            elif self.has_own_loader:
                 self._run_own(recorder)
             else:
                 for index, (name, route) in enumerate(self._routes):

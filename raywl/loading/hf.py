@@ -22,7 +22,7 @@ __all__ = ["ConversionRules", "FusedPart", "offsets_of_parts"]
 class FusedPart(NamedTuple):
     """Which part of a fused parameter a tensor is."""
 
-    index: int | None
+    position: int | None
     """Position along dim 0 (the expert), or `None` where tensors are only concatenated."""
     order: int
     """Position among the tensors that are concatenated."""
@@ -99,10 +99,10 @@ def offsets_of_parts(
         ShapeMismatchError: The parts together don't have the parameter's shape.
     """
     rows: dict[int | None, list[FusedPart]] = {}
-    for part in sorted(parts, key=lambda part: (part.index or 0, part.order)):
-        rows.setdefault(part.index, []).append(part)
+    for part in sorted(parts, key=lambda part: (part.position or 0, part.order)):
+        rows.setdefault(part.position, []).append(part)
     starts: dict[FusedPart, tuple[int, ...]] = {}
-    for index, row in rows.items():
+    for position, row in rows.items():
         whole = list(parts[row[0]])
         filled = 0
         for part in row:
@@ -112,8 +112,8 @@ def offsets_of_parts(
                 start[part.dim] = filled
                 filled += size[part.dim]
                 whole[part.dim] = filled
-            starts[part] = tuple(start) if index is None else (index, *start)
-        together = tuple(whole) if index is None else (len(rows), *whole)
+            starts[part] = tuple(start) if position is None else (position, *start)
+        together = tuple(whole) if position is None else (len(rows), *whole)
         if together != shape:
             raise ShapeMismatchError(param, shape, together, "the tensors fused into it have another shape")
     return starts

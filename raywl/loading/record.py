@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from raywl.checkpoint import Manifest, TensorEntry
+from raywl.errors import ShapeMismatchError
 from raywl.loading.lazy import (
     ALIASES,
     FACTS,
@@ -140,7 +141,12 @@ class Recorder(TorchFunctionMode):
     def copy(self, dst: torch.Tensor, src: LazyWeight) -> None:
         """Notes `dst.copy_(src)`, or makes it at once where that isn't safe."""
         if dst.shape != src.shape:
-            expanded: Any = src.expand(dst.shape)  # raises as torch does where it can't be broadcast
+            try:
+                expanded: Any = src.expand(dst.shape)
+            except RuntimeError:
+                raise ShapeMismatchError(
+                    src.source.name, dst.shape, src.shape, "can't be copied by its loader"
+                ) from None
             src = expanded
         src.source.used = True
         if not src.numel() or dst.device.type == "meta":

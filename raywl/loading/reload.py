@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raywl.errors import MissingWeightsError
+from raywl.errors import MissingWeightsError, ShapeMismatchError
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
 from raywl.loading.load import load_into
@@ -98,7 +98,7 @@ def reload_into(
         progress=progress,
         strict=strict,
         strategy=strategy,
-        **binding,  # type: ignore[arg-type]
+        **binding,
     )
     report = ReloadReport(**{name: getattr(loaded, name) for name in LoadReport.__dataclass_fields__})
     report.restored = _move_back(list(memory.values()))
@@ -195,6 +195,10 @@ def _stand_ins(targets: list[Target]) -> Iterator[None]:
             stand_in.__dict__.update(tensor.__dict__)
             target.put(stand_in)
         yield
+        for target, tensor in real:
+            got = target.registered()
+            if got.shape != tensor.shape:
+                raise ShapeMismatchError(target.name, tensor.shape, got.shape, "its loader changes its shape")
     finally:
         for target, tensor in real:
             target.put(tensor)
@@ -204,9 +208,7 @@ def _move_back(memory: list[tuple[Target, torch.Tensor]]) -> list[str]:
     """Puts values that a loader left in other memory where the parameter was before."""
     moved = []
     for target, old in memory:
-        module, attribute = target.owners[0]
-        registry: Any = module._parameters if attribute in module._parameters else module._buffers
-        now = registry[attribute]
+        now: Any = target.registered()
         local = now.to_local() if hasattr(now, "to_local") else now
         if local.data_ptr() == old.data_ptr() and local.stride() == old.stride():
             continue

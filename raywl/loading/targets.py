@@ -49,6 +49,14 @@ class Target:
         local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         return local
 
+    def registered(self) -> torch.Tensor:
+        """What the model holds in its place now: loaders may have registered something else."""
+        module, attribute = self.owners[0]
+        registry = module._parameters if attribute in module._parameters else module._buffers
+        tensor = registry[attribute]
+        assert tensor is not None
+        return tensor
+
     def put(self, tensor: torch.Tensor) -> None:
         """Registers another tensor in its place, everywhere."""
         for module, attribute in self.owners:

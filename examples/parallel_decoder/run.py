@@ -33,15 +33,15 @@ def main() -> int:
 
     # The ranks' processes may run where this folder isn't: they are sent the code itself.
     ray.cloudpickle.register_pickle_by_value(parallel_decoder)
-    config = DecoderConfig.from_folder(args.ref)
+    sizes = {"tp_size": args.tp, "dp_size": args.dp, "ep_size": args.ep}
+    try:
+        config = DecoderConfig.from_folder(args.ref)
+        # On `meta` a rank's model costs nothing: what doesn't divide is said before anything starts.
+        make_model(config)(raywl.ParallelContext.of_rank(0, **sizes))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     with raywl.launch(
-        args.ref,
-        make_model(config),
-        tp_size=args.tp,
-        dp_size=args.dp,
-        ep_size=args.ep,
-        address=args.address,
-        **load_arguments(config),
+        args.ref, make_model(config), address=args.address, **sizes, **load_arguments(config)
     ) as group:
         for rank, report in enumerate(group.report.ranks):
             print(f"rank {rank}: read {report.bytes_read:,} bytes, kept {report.bytes_loaded:,}")

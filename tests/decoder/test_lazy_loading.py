@@ -111,6 +111,19 @@ def test_lazy_and_eager_agree_on_experts(tmp_path, case, moe_tp):
     assert report.bytes_loaded == lazy.numel() * 4
 
 
+@pytest.mark.parametrize("coded", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
+@pytest.mark.parametrize("into_bytes", [True, False])
+def test_byte_coded_weights_are_read_as_bits(tmp_path, coded, into_bytes):
+    raw = torch.arange(256).to(torch.uint8).view(4, 64)
+    save_file({"scale": raw.view(coded) if into_bytes else raw}, tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    param = torch.zeros(4, 64, dtype=torch.uint8).view(torch.uint8 if into_bytes else coded)[:2]
+    model.scale = torch.nn.Parameter(param, requires_grad=False)
+    model.scale.weight_loader = sharded_weight_loader(0)
+    raywl.load_into(model, tmp_path, parallel=ParallelContext(tp_rank=1, tp_size=2))
+    assert torch.equal(model.scale.view(torch.uint8), raw[2:])
+
+
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(1, 4), part=st.lists(st.integers(0, 5), min_size=1, max_size=3), data=st.data())
 def test_every_byte_is_kept_by_one_rank(tmp_path, size, part, data):

@@ -104,6 +104,20 @@ def test_the_script(written, tmp_path):
     assert "largest difference of a logit: " in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--tp", "3"], "padded vocabulary 1024"), (["--tp", "2", "--ep", "3"], "ep_size 3")],
+)
+def test_the_script_says_what_does_not_divide(written, monkeypatch, capsys, options, message):
+    from parallel_decoder import run
+
+    monkeypatch.setattr(sys, "argv", ["run.py", written("mixtral").folder, *options])
+    with pytest.raises(SystemExit) as caught:
+        run.main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_attention_with_sinks_is_that_of_gpt_oss():
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     from parallel_decoder.models import attend

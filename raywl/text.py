@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 __all__ = ["format_bytes", "format_rate", "format_seconds", "plain_table"]
 
+_NUMBER = re.compile(r"-?[\d.]+( ?[A-Za-z/%]+)?|-")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -50,4 +52,4 @@ def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell[:1] == "-"
+    return _NUMBER.fullmatch(cell) is not None

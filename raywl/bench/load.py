@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from raywl.types import ParallelContext
 __all__ = ["CONTESTANTS", "LoadBenchmark"]
 
 CONTESTANTS = ("raw-2", "raw-4", "raw-8", "load_into", "safe_open")
-"""In the order of each repetition. The raw limit is whichever number of threads has the best median."""
+"""The raw limit is whichever number of threads has the best median."""
 
 _RUN_TIMEOUT_S = 900.0
 _COLD_BYTES = 0.01
@@ -40,6 +40,8 @@ class LoadBenchmark:
     tp_size: int = 1
     shards: Mapping[str, int] = field(default_factory=dict)
     """Tensor name to the dim that it is cut along."""
+    contestants: Sequence[str] = CONTESTANTS
+    """In the order of each repetition; at least one raw."""
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Measurements by contestant, in order."""
     notes: list[str] = field(default_factory=list)
@@ -55,7 +57,7 @@ class LoadBenchmark:
             RuntimeError: A contestant failed; its own words are in the message.
         """
         for repetition in range(num_repetitions):
-            for name in CONTESTANTS:
+            for name in self.contestants:
                 measured = self._run_one(name)
                 self.runs.setdefault(name, []).append(measured)
                 say(f"{repetition + 1}/{num_repetitions} {name}: {measured['seconds']:.3f} s")

@@ -104,15 +104,18 @@ def _shards_of(tp_plan: Mapping[str, str], manifest: Manifest, tp_size: int) -> 
 
 def _cuts_of_config(manifest: Manifest, tp_size: int) -> Cuts:
     """The cuts of the checkpoint's config class; what has a style that isn't supported stays whole."""
+    plan, source = _plan_of_config(manifest)
+    if not plan:
+        return Cuts({}, source)
+    # After that, since it imports torch.
     from raywl.loading.tp_plan import STYLES
 
-    plan, source = _plan_of_config(manifest)
     left_out = {pattern: style for pattern, style in plan.items() if style not in STYLES}
     if left_out:
         rows = [f"{pattern} ({style})" for pattern, style in left_out.items()]
         source += f"; left whole, since the style isn't supported: {some_of(rows)}"
     known = {pattern: style for pattern, style in plan.items() if pattern not in left_out}
-    return Cuts(_shards_of(known, manifest, tp_size) if known else {}, source)
+    return Cuts(_shards_of(known, manifest, tp_size), source)
 
 
 def _plan_of_config(manifest: Manifest) -> tuple[dict[str, str], str]:

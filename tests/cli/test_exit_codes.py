@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from raywl import errors
-from raywl.cli.outcome import error_fields, exit_code
+from raywl.cli.outcome import UsageError, error_fields, exit_code
+from raywl.cli.weights import import_factory
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,20 @@ def test_a_file_that_is_no_plan_is_2(raywl, checkpoint, tmp_path, text):
 
 
 @pytest.mark.parametrize("spec", ["model", ":factory", "absent_module:make", "model:absent", "model:NUMBER"])
-def test_a_model_that_can_not_be_found_is_2(raywl, checkpoint, tmp_path, spec):
+def test_a_model_that_can_not_be_found(tmp_path, monkeypatch, spec):
     (tmp_path / "model.py").write_text("NUMBER = 3\n")
-    done = raywl("plan", checkpoint, "--model", spec, "--json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    with pytest.raises(UsageError, match=spec):
+        import_factory(spec)
+    sys.modules.pop("model", None)
+
+
+def test_a_model_that_can_not_be_found_is_2(raywl, checkpoint):
+    done = raywl("plan", checkpoint, "--model", "absent_module:make", "--json")
     assert done.code == 2
-    assert spec in done.error["message"]
+    assert "absent_module" in done.error["message"]
 
 
 def test_a_report_that_can_not_be_written_is_2_before_anything_is_loaded(raywl, checkpoint, tmp_path):

@@ -1,0 +1,52 @@
+"""`raywl load` on a real local cluster."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
+    """Two ranks without a model, cut by a plan; the report page; one JSON object and lines of progress."""
+    plan, page = tmp_path / "plan.json", tmp_path / "report.html"
+    plan.write_text(json.dumps({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}))
+    done = raywl("load", checkpoint, "--tp", "2", "--tp-plan", plan, "--report", page, "--json")
+    assert done.code == 0, done.stderr
+    found = done.json
+    assert [rank["bytes_loaded"] for rank in found["ranks"]] == [172, 172]
+    assert [len(rank["loaded"]) for rank in found["ranks"]] == [4, 4]
+    assert found["missing"] == found["unexpected"] == []
+    assert found["report_path"] == str(page)
+    assert str(plan) in found["notes"][0]
+    assert "100 %" in done.stderr
+    text = page.read_text()
+    assert "&lt;script&gt;[red]" in text
+    assert "<script>" not in text
+
+
+def test_load_into_a_model_of_the_working_directory(raywl, checkpoint, tmp_path):
+    """In words, and quietly; what the checkpoint has and the model has no place for is named."""
+    (tmp_path / "my_model.py").write_text(
+        "import torch\n"
+        "def make(context):\n"
+        "    model = torch.nn.Module()\n"
+        "    layer = torch.nn.Linear(4, 8, bias=False, device='meta')\n"
+        "    model.layers = torch.nn.ModuleList([torch.nn.ModuleDict({'q_proj': layer})])\n"
+        "    return model\n"
+    )
+    done = raywl("load", checkpoint, "--model", "my_model:make", "--quiet")
+    assert done.code == 0, done.stderr
+    assert "1 ranks, 128 B read, 128 B kept" in done.stdout
+    assert "without a place: layers.1.q_proj.weight" in done.stdout
+    assert "100 %" not in done.stderr
+
+
+def test_what_fails_on_a_rank_keeps_its_class(raywl, checkpoint, tmp_path):
+    """A parameter that the checkpoint lacks: exit code 3, with the rank and the name."""
+    (tmp_path / "my_model.py").write_text(
+        "import torch\ndef make(context):\n    return torch.nn.Linear(4, 8, device='meta')\n"
+    )
+    done = raywl("load", checkpoint, "--model", "my_model:make", "--json", "--quiet")
+    assert done.code == 3, done.stderr
+    assert done.error["class"] == "MissingWeightsError"
+    assert done.error["names"] == ["weight", "bias"]
+    assert "rank 0" in done.error["where"]

@@ -10,13 +10,13 @@ from tests.repository.imports import imports, modules
 
 LAYERS = [
     {"_version", "errors", "types", "text"},
-    {"node", "progress"},
+    {"locks", "node", "progress"},
     {"sources"},
-    {"checkpoint"},
+    {"checkpoint", "parameters"},
     {"html", "remap", "coordination"},
     {"loaders", "report"},
     {"plan"},
-    {"readers"},
+    {"readers", "tables"},
     {"opening", "verifying"},
     {"loading"},
     {"actors"},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raywl.checkpoint import Manifest
+from raywl.checkpoint import Manifest, TensorEntry
 from raywl.errors import RaywlError
 
 __all__ = ["VerifyReport", "verify"]
@@ -46,14 +47,14 @@ def verify(manifest: Manifest, *, deep: bool) -> VerifyReport:
     """Reads headers, sizes and index again and compares; `deep` reads and hashes every byte."""
     report = VerifyReport(deep=deep)
     try:
-        again = Manifest.read(manifest.source, [file.name for file in manifest.files])
+        again = Manifest.read(manifest.source, [glob.escape(file.name) for file in manifest.files])
     except RaywlError as error:
         report.problems.append(str(error))
         return report
+    before, after = _by_file(manifest), _by_file(again)
     for file in manifest.files:
         report.files_checked += 1
-        entries = {name: entry for name, entry in manifest.tensors.items() if entry.file == file.name}
-        now = {name: entry for name, entry in again.tensors.items() if entry.file == file.name}
+        entries, now = before.get(file.name, {}), after.get(file.name, {})
         if entries != now:
             changed = sorted(
                 name for name in entries.keys() | now.keys() if entries.get(name) != now.get(name)
@@ -65,6 +66,13 @@ def verify(manifest: Manifest, *, deep: bool) -> VerifyReport:
         elif deep:
             _verify_bytes(manifest.path(file.name), file.name, file.size, report)
     return report
+
+
+def _by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in manifest.tensors.items():
+        found.setdefault(entry.file, {})[name] = entry
+    return found
 
 
 def _verify_bytes(path: str, name: str, size: int, report: VerifyReport) -> None:

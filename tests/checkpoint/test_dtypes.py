@@ -5,6 +5,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+import raywl
 from raywl.checkpoint import Manifest
 from raywl.checkpoint.dtypes import DTYPE_BITS, TORCH_NAMES, nbytes_of, torch_dtype, torch_shape
 from raywl.sources import resolve
@@ -23,6 +24,10 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype).reshape(shape)
 
 
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
 @pytest.mark.parametrize("dtype", sorted(TORCH_NAMES))
 def test_written_by_the_library(dtype, tmp_path):
     """Dtype, shape and place are those that the library wrote."""
@@ -39,7 +44,26 @@ def test_written_by_the_library(dtype, tmp_path):
         assert found.dtype == dtype
         assert torch_shape(dtype, found.shape) == tuple(tensor.shape)
         assert found.nbytes == nbytes_of(dtype, found.shape) == tensor.numel() * tensor.element_size()
-        assert raw[found.start : found.end] == bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        assert raw[found.start : found.end] == raw_bytes(tensor)
+
+
+@pytest.mark.parametrize("strategy", [None, "buffered"])
+@pytest.mark.parametrize("dtype", sorted(TORCH_NAMES))
+def test_read_by_raywl(dtype, strategy, tmp_path):
+    """Iterating and loading give the library's dtype, shape and bits."""
+    shapes = SHAPES if dtype == "F4" else [*SHAPES, ()]
+    given = {f"t{i}": bits(shape, torch_dtype(dtype)) for i, shape in enumerate(shapes)}
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(given, path)
+    module = torch.nn.Module()
+    for name, tensor in given.items():
+        module.register_buffer(name, torch.empty_like(tensor))
+    raywl.load_into(module, path, strategy=strategy)
+    for name, tensor in raywl.open_checkpoint(path).iter_weights(strategy=strategy):
+        for found in (tensor, module.get_buffer(name)):
+            assert found.dtype == given[name].dtype
+            assert found.shape == given[name].shape
+            assert raw_bytes(found) == raw_bytes(given[name])
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_NAMES))

@@ -2,8 +2,10 @@
 
 import pytest
 import safetensors
+import torch
 from safetensors import safe_open
 
+import raywl
 from raywl.checkpoint import Manifest
 from raywl.sources import resolve
 from tests.hostile.files import FILES, VALID, HostileFile, write
@@ -49,3 +51,16 @@ def test_odd_but_right(name, tmp_path):
             assert tensors[key].dtype == part.get_dtype()
             assert list(tensors[key].shape) == part.get_shape()
     assert "__metadata__" not in tensors
+
+
+def test_nothing_is_read_out_of_a_hostile_file(tmp_path):
+    """Neither the iterator nor a load gets to the first tensor; the model stays as it was."""
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    for case in FILES:
+        path = write(case, tmp_path)
+        with pytest.raises(case.error):
+            raywl.open_checkpoint(path).iter_weights()
+        with pytest.raises(case.error):
+            raywl.load_into(model, path)
+        assert model.a.tolist() == [1.0, 2.0]

@@ -15,7 +15,7 @@ import ray
 from raywl.actors.deadline import Deadline
 from raywl.errors import ClusterError
 
-__all__ = ["Connection", "connect", "disconnect"]
+__all__ = ["Connection", "connect", "disconnect", "is_connected"]
 
 _TRY_S = 10.0
 _JOIN_S = 60.0
@@ -101,17 +101,26 @@ def connect(address: str | None, *, num_cpus: float, deadline: Deadline) -> Conn
     target = _look_up() if chosen == "auto" else chosen
     _knock(target, deadline.remaining_s(_TRY_S))
     _join(target, deadline.remaining_s(_JOIN_S))
-    return Connection(target, False, f"joined the Ray cluster at {target} ({why})")
+    return Connection(_joined(), False, f"joined the Ray cluster at {target} ({why})")
+
+
+def is_connected(connection: Connection) -> bool:
+    """Whether this process is still on that cluster: the user may have left it, and joined another."""
+    return bool(ray.is_initialized()) and _joined() == connection.address
 
 
 def disconnect(connection: Connection) -> None:
     """Ends a cluster that raywl started, when no group of this process uses it any more."""
-    if connection.started and _own.leave(connection.address) and ray.is_initialized():
+    if connection.started and _own.leave(connection.address) and is_connected(connection):
         ray.shutdown()
 
 
+def _joined() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def _use_initialised(address: str | None) -> Connection:
-    own = str(ray.get_runtime_context().gcs_address)
+    own = _joined()
     if address not in (None, "auto") and _same(str(address), own) is False:
         raise ClusterError(
             f"this process is connected to the Ray cluster at {own} already, not to {address}: call "
@@ -152,7 +161,7 @@ def _start_local(num_cpus: float) -> Connection:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     except (Exception, SystemExit) as error:
         raise ClusterError(f"a local Ray cluster can't be started: {_told(error)}") from error
-    own = str(ray.get_runtime_context().gcs_address)
+    own = _joined()
     _own.use(own)
     return Connection(own, True, f"started a local Ray cluster with {cpus} CPUs")
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import ray
 
-from raywl.actors.connect import Connection, disconnect
+from raywl.actors.connect import Connection, disconnect, is_connected
 from raywl.actors.failures import most_telling
 from raywl.actors.keeper import GroupKeeper
 from raywl.actors.names import agent_name, coordinator_name
@@ -26,9 +26,9 @@ from raywl.actors.raycalls import (
     end_actor,
     find_actor,
     settle,
-    to_bytes,
     wait_until_ended,
 )
+from raywl.actors.transport import to_bytes
 from raywl.errors import ClusterError, NodeLostError, some_of
 from raywl.report import GroupReport
 
@@ -68,7 +68,7 @@ class GroupParts:
             atexit.unregister(self.end)
             if self.keeper is not None:
                 self.keeper.stop(_END_S)
-        if ray.is_initialized():
+        if is_connected(self.connection):
             if first:
                 self._end_ranks()
                 self._deregister()
@@ -168,7 +168,7 @@ class RankGroup:
     def status(self) -> dict[str, Any]:
         """Ranks, agents of their nodes, and what the coordinator knows, as JSON values; within seconds."""
         parts = self._parts
-        if parts.ended or not ray.is_initialized():
+        if parts.ended or not is_connected(parts.connection):
             return {"name": parts.name, "alive": False, "ranks": [], "agents": [], "coordinator": None}
         alive = _answers([ask_progress(rank) for rank in parts.ranks])
         ranks = [
@@ -223,6 +223,8 @@ class RankGroup:
     def _check_usable(self) -> None:
         if self._parts.ended:
             raise ClusterError("the group is shut down")
+        if not is_connected(self._parts.connection):
+            raise ClusterError("this process has left the group's Ray cluster")
         if self._lost is not None:
             raise NodeLostError(
                 f"the group can't go on: {self._lost.reason}; shut it down and launch again",

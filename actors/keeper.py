@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from raywl.coordination import Group
 
@@ -20,10 +19,10 @@ class GroupKeeper:
        and the group's lease runs out.
     """
 
-    def __init__(self, group: Group, keep: Callable[[Group], Any]) -> None:
+    def __init__(self, group: Group, keep: Callable[[Group], bool]) -> None:
         """Args:
         group: The record to send.
-        keep: Sends it; may raise, and is called again at the next beat.
+        keep: Sends it; may raise, and is called again at the next beat unless it returns false.
         """
         self._group, self._keep = group, keep
         self._stopped = threading.Event()
@@ -46,7 +45,8 @@ class GroupKeeper:
     def _beat(self) -> None:
         while not self._stopped.wait(self._group.lease_s / 3):
             try:
-                self._keep(self._group)
+                if not self._keep(self._group):
+                    return
             except Exception:
                 # The coordinator may be starting again; the next beat tells it all.
                 continue

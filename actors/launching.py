@@ -8,12 +8,13 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raywl.actors.agent import Opened, SourceRequest
-from raywl.actors.connect import Connection, connect
+from raywl.actors.connect import Connection, connect, is_connected
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, most_telling
 from raywl.actors.group import GroupParts, RankGroup
@@ -26,14 +27,13 @@ from raywl.actors.raycalls import (
     from_ray,
     gather,
     has_gpus,
-    make_agent,
+    hold_agents,
     make_coordinator,
     make_rank,
     place_ranks,
-    say_hello,
     settle,
-    to_bytes,
 )
+from raywl.actors.transport import to_bytes
 from raywl.coordination import Group, rank_order
 from raywl.errors import MissingWeightsError, NodeLostError, NotFoundError, RaywlError, some_of
 from raywl.progress import Progress, make_progress
@@ -54,7 +54,7 @@ _TRIES = 3
 class _Ask:
     """What the caller wants, checked."""
 
-    ref: str
+    request: SourceRequest
     factory: Callable[[ParallelContext], torch.nn.Module]
     sizes: Mapping[str, int]
     replicas: int
@@ -65,7 +65,6 @@ class _Ask:
     init_distributed: bool | None
     """`None`: where there is more than one rank to a replica."""
     agent_idle_s: float
-    source: Mapping[str, Any]
     load: Mapping[str, Any]
     strict: bool | str
 
@@ -166,7 +165,7 @@ def launch(
         if name in source:
             raise TypeError(f"launch() takes no {name!r}: each rank has its own")
     ask = _Ask(
-        ref=_for_all_nodes(ref),
+        request=request_for_all_nodes(uuid.uuid4().hex, ref, source),
         factory=model_factory,
         sizes={"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size, "ep_size": ep_size},
         replicas=replicas,
@@ -176,7 +175,6 @@ def launch(
         address=address,
         init_distributed=None if init_distributed == "auto" else bool(init_distributed),
         agent_idle_s=agent_idle_s,
-        source=source,
         load=_given(
             shards=shards,
             tp_plan=tp_plan,
@@ -211,7 +209,7 @@ class _Launch:
             deadline=self._deadline,
         )
         self._notes.append(connection.note)
-        self._parts = GroupParts(uuid.uuid4().hex, connection)
+        self._parts = GroupParts(self._ask.request.group, connection)
         try:
             return self._build(connection)
         except BaseException:
@@ -224,12 +222,12 @@ class _Launch:
         group = Group(
             parts.name,
             f"{socket.gethostname()}:{os.getpid()}",
-            ask.ref,
+            ask.request.ref,
             num_ranks=ask.num_ranks,
             idle_s=ask.agent_idle_s,
         )
         self._keep(group)
-        parts.keeper = GroupKeeper(group, _keep_once)
+        parts.keeper = GroupKeeper(group, partial(_keep_once, connection))
         parts.keeper.start()
 
         deadline.enter("place")
@@ -250,15 +248,14 @@ class _Launch:
         ]
         starting = [rank.start.remote() for rank in parts.ranks]
         deadline.enter("open")
-        request = SourceRequest(parts.name, ask.ref, dict(ask.source))
-        identity = self._open(request)
+        identity = self._open(ask.request)
         deadline.enter("start ranks")
         places = [spec.place for spec in parts.specs]
         parts.facts = gather(starting, places, deadline)
         self._init_distributed(bundle.get("GPU", 0.0))
 
         deadline.enter("load")
-        reports = self._load(Job(request, identity, self._work, deadline.remaining_s()), places)
+        reports = self._load(Job(ask.request, identity, self._work, deadline.remaining_s()), places)
         deadline.enter("")
         return RankGroup(parts, self._report(identity, reports))
 
@@ -304,16 +301,7 @@ class _Launch:
     def _open(self, request: SourceRequest) -> str:
         """Every node opens the checkpoint; returns the identity that all found."""
         nodes, deadline = self._parts.nodes, self._deadline
-        for attempt in range(1, _TRIES + 1):
-            agents = [make_agent(node) for node in nodes]
-            try:
-                for agent, node in zip(agents, nodes, strict=True):
-                    say_hello(agent, node, deadline)
-                break
-            except NodeLostError:
-                # An agent that was just ending when it was found by its name.
-                if attempt == _TRIES:
-                    raise
+        agents = hold_agents(nodes, deadline)
         places = [Place(node.label) for node in nodes]
         opening = [agent.open.remote(request) for agent in agents]
         settled = settle(opening, places, deadline, wait_for_all=True)
@@ -374,10 +362,10 @@ class _Launch:
         if unexpected:
             text = "tensors that have no place on any rank"
             if ask.strict == "exact":
-                raise MissingWeightsError(ask.ref, unexpected, text)
-            warnings.warn(f"{len(unexpected)} {text}: {ask.ref}: {some_of(unexpected)}", stacklevel=5)
+                raise MissingWeightsError(ask.request.ref, unexpected, text)
+            warnings.warn(f"{len(unexpected)} {text}: {ask.request.ref}: {some_of(unexpected)}", stacklevel=5)
         return GroupReport(
-            ask.ref,
+            ask.request.ref,
             identity,
             ranks=reports,
             unexpected=unexpected,
@@ -387,16 +375,30 @@ class _Launch:
         )
 
 
-def _keep_once(group: Group) -> None:
+def _keep_once(connection: Connection, group: Group) -> bool:
+    """A heartbeat; false where it is over, since this process has left the cluster."""
+    # Any call to Ray would join or start one again by itself.
+    if not is_connected(connection):
+        return False
     ray.get(make_coordinator().keep.remote(group), timeout=group.lease_s / 3)
+    return True
 
 
-def _for_all_nodes(ref: str | os.PathLike[str]) -> str:
-    """The reference as every node is to read it: the driver's working folder means nothing elsewhere."""
+def request_for_all_nodes(
+    group: str, ref: str | os.PathLike[str], options: Mapping[str, Any]
+) -> SourceRequest:
+    """What every node is asked to open.
+
+    Args:
+        group: For whom.
+        ref: As the user named it. A relative path counts from the driver's working folder, which means
+            nothing on other nodes; `~` stays each node's own.
+        options: Keyword arguments of `open_checkpoint`.
+    """
     told = os.fspath(ref)
     if not isinstance(told, str):
         raise TypeError(f"ref must be a path, not {type(ref).__name__}")
-    return told if told.startswith("~") else os.path.abspath(told)
+    return SourceRequest(group, told if told.startswith("~") else os.path.abspath(told), dict(options))
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

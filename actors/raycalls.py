@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -20,6 +19,7 @@ from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, as_raywl_error, most_telling
 from raywl.actors.names import NAMESPACE, agent_name, coordinator_name, mine
 from raywl.actors.rank import RankLoader, RankSpec
+from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
 
@@ -36,13 +36,13 @@ __all__ = [
     "from_ray",
     "gather",
     "has_gpus",
+    "hold_agents",
     "make_agent",
     "make_coordinator",
     "make_rank",
     "place_ranks",
     "say_hello",
     "settle",
-    "to_bytes",
     "wait_until_ended",
 ]
 
@@ -52,6 +52,7 @@ _GRACE_S = 2.0
 _JOINING_NODES_S = 10.0
 _BUSY_CLUSTER_S = 60.0
 _SOME_RETRIES = 3
+_TRIES = 3
 _WATCH = "watch"
 
 
@@ -103,12 +104,6 @@ class Link:
                 raise error.cause from None
             raise
         return pickled
-
-
-def to_bytes(value: Any) -> bytes:
-    """`value` in bytes, functions and classes of scripts included, and every torch dtype (which Ray's own
-    way of sending tensors does not take)."""
-    return bytes(cloudpickle.dumps(value))
 
 
 def alive_nodes() -> list[Node]:
@@ -167,6 +162,27 @@ def _helper(plain: type, name: str, **options: Any) -> Any:
         max_task_retries=_SOME_RETRIES,
         **options,
     )(plain)
+
+
+def hold_agents(nodes: Sequence[Node], deadline: Deadline) -> list[Any]:
+    """The agents of some nodes, in order, each of this very version; made where there are none.
+
+    Raises:
+        ClusterError: raywl is absent on a node or of another version.
+        NodeLostError: An agent or its node died.
+        StagingTimeout: One didn't answer in time.
+    """
+    for attempt in range(1, _TRIES + 1):
+        agents = [make_agent(node) for node in nodes]
+        try:
+            for agent, node in zip(agents, nodes, strict=True):
+                say_hello(agent, node, deadline)
+            break
+        except NodeLostError:
+            # An agent that was just ending when it was found by its name.
+            if attempt == _TRIES:
+                raise
+    return agents
 
 
 def say_hello(agent: Any, node: Node, deadline: Deadline) -> None:

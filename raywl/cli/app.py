@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from raywl import __version__
 from raywl.cli import bench, demo, inspect, load, plan, verify
 from raywl.cli.arguments import Parser
 from raywl.cli.outcome import BUG, DONE, error_fields, exit_code
-from raywl.cli.output import Output, open_output
+from raywl.cli.output import Output, flush_stdout, open_output
 
 __all__ = ["build_parser", "main"]
 
@@ -57,16 +59,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(words)
     except SystemExit as done:
         # --help and --version have printed what was asked for.
+        flush_stdout()
         return DONE if done.code is None else int(done.code)
     except ValueError as error:
         with open_output(as_json="--json" in words, quiet=True) as out:
             return _fail(error, out, debug="--debug" in words)
-    with open_output(as_json=args.json, quiet=args.quiet) as out:
+    with open_output(as_json=args.json, quiet=args.quiet) as out, warnings.catch_warnings():
+        warnings.showwarning = _show_warning
         try:
             code: int = args.run(args, out)
         except (Exception, KeyboardInterrupt) as error:
             return _fail(error, out, debug=args.debug)
         return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    # Without the line of code that Python adds: it means nothing to who typed a command.
+    print(f"raywl: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _fail(error: BaseException, out: Output, *, debug: bool) -> int:

@@ -12,7 +12,7 @@ from raywl.cli.output import Output
 
 __all__ = ["add_parser"]
 
-_REPORT = "raywl-demo.html"
+_REPORT = "raywl-demo.report.html"
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -31,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     # Not open_checkpoint, which can read tensors too and so may come to need torch: this is to start fast.
     manifest = Manifest.read(resolve(args.ref, subfolder=args.subfolder), args.allow_patterns)
-    found = describe(manifest)
+    found = describe(manifest, chosen=bool(args.allow_patterns))
     out.json(found)
     out.text(
         f"{args.ref}: {found['format']}, {len(manifest.tensors)} tensors, {format_bytes(found['nbytes'])}"
@@ -63,8 +63,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
-def describe(manifest: Manifest) -> dict[str, Any]:
-    """A checkpoint's files, tensors and problems, as JSON values under the names of the Python API."""
+def describe(manifest: Manifest, *, chosen: bool = False) -> dict[str, Any]:
+    """A checkpoint's files, tensors and problems, as JSON values under the names of the Python API.
+
+    Args:
+        manifest: The checkpoint.
+        chosen: Whether only some of its files were asked for, so that unused ones are no problem.
+    """
     dtypes: dict[str, dict[str, int]] = {}
     per_file = dict.fromkeys((file.name for file in manifest.files), 0)
     for entry in manifest.tensors.values():
@@ -81,12 +86,12 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "files": [{**file._asdict(), "num_tensors": per_file[file.name]} for file in manifest.files],
         "dtypes": dict(sorted(dtypes.items())),
         "metadata": dict(manifest.metadata),
-        "problems": _problems(manifest),
+        "problems": _problems(manifest, chosen),
         "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
     }
 
 
-def _problems(manifest: Manifest) -> list[str]:
+def _problems(manifest: Manifest, chosen: bool) -> list[str]:
     problems = []
     if manifest.unindexed:
         problems.append(
@@ -95,7 +100,7 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     used = {file.name for file in manifest.files}
     unused = [n for n in manifest.source.list() if n.endswith(".safetensors") and n not in used]
-    if unused:
+    if unused and not chosen:
         problems.append(f"{len(unused)} safetensors files of the folder are not used: {some_of(unused)}")
     if not manifest.tensors:
         problems.append("there are no tensors")

@@ -109,7 +109,7 @@ def _load_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     manifest = open_checkpoint(args.ref, **source_arguments(args))
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     arguments = {"model_factory": empty_factory(manifest, cuts), "shards": cuts.shards}
-    return arguments, [f"one empty parameter for each tensor, {cuts.source}"]
+    return arguments, [cuts.note(others=args.pp * args.dp * args.ep > 1)]
 
 
 def rank_rows(report: GroupReport) -> list[list[str]]:

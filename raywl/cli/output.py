@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from raywl.progress import Progress, make_progress
 from raywl.text import plain_table
 
-__all__ = ["Output", "open_output"]
+__all__ = ["Output", "flush_stdout", "open_output"]
 
 
 class Output:
@@ -79,12 +79,21 @@ class Output:
             self._result.flush()
         except BrokenPipeError:
             # Whoever read the result has seen enough (`| head`): no failure of the command.
-            self._drop_result()
+            _point_at_nothing(self._result)
 
-    def _drop_result(self) -> None:
-        # What is still buffered would raise again when the stream is closed.
-        with open(os.devnull, "w") as devnull:
-            os.dup2(devnull.fileno(), self._result.fileno())
+
+def flush_stdout() -> None:
+    """Writes out what was printed; a reader that is gone is no failure."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _point_at_nothing(sys.stdout)
+
+
+def _point_at_nothing(stream: TextIO) -> None:
+    # What is still buffered would raise again when the stream is closed.
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), stream.fileno())
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         cuts = choose_cuts(checkpoint, args.tp, args.tp_plan)
         plans = [checkpoint.plan(parallel=context, shards=cuts.shards) for context in contexts]
-        notes = [f"one empty parameter for each tensor, {cuts.source}"]
+        notes = [cuts.note(others=args.pp * args.dp * args.ep > 1)]
     nbytes, kept = sum(plan.nbytes for plan in plans), sum(plan.nbytes_kept for plan in plans)
     out.json(
         {

@@ -29,6 +29,15 @@ class Cuts:
     source: str = ""
     """Where it comes from, in words."""
 
+    def note(self, *, others: bool) -> str:
+        """What the ranks hold, in a sentence.
+
+        Args:
+            others: Whether there are ranks of other kinds than tensor-parallel ones.
+        """
+        more = "; without a model, pipeline, data and expert ranks hold what their tp rank does"
+        return f"one empty parameter for each tensor, {self.source}{more if others else ''}"
+
 
 def choose_cuts(manifest: Manifest, tp_size: int, tp_plan_file: str | None) -> Cuts:
     """The cuts of the given plan, else of the checkpoint's `transformers` config class, else none.

@@ -229,3 +229,17 @@ def test_main_leaves_standard_output_to_its_caller(checkpoint, capsys):
     assert json.loads(capsys.readouterr().out)["num_tensors"] == 4
     print("after")
     assert capsys.readouterr().out == "after\n"
+
+
+def test_help_into_a_closed_pipe_is_no_failure(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "raywl", "--help"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        stderr = process.stderr.read()
+        assert process.wait(timeout=60) == 0
+    assert stderr == ""

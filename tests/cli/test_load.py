@@ -38,6 +38,7 @@ def test_load_into_a_model_of_the_working_directory(raywl, checkpoint, tmp_path)
     assert "1 ranks, 128 B read, 128 B kept" in done.stdout
     assert "without a place: layers.1.q_proj.weight" in done.stdout
     assert "100 %" not in done.stderr
+    assert "raywl: warning: 3 tensors that have no place" in done.stderr
 
 
 def test_what_fails_on_a_rank_keeps_its_class(raywl, checkpoint, tmp_path):

@@ -38,6 +38,7 @@ class _Place(NamedTuple):
     target: str
     shard_id: Any
     expert_id: int | None
+    is_expert: bool
     fused: FusedPart | None
 
 
@@ -224,7 +225,7 @@ class Binding:
         }
 
     def _check_loader(self, name: str, route: Route, target: Target) -> None:
-        if (route.shard_id is not None or route.expert_id is not None) and not _has_loader(target):
+        if (route.shard_id is not None or route.is_expert) and not _has_loader(target):
             raise ValueError(
                 f"{route.param} takes {name} as one of several parts (shard {route.shard_id!r}, expert "
                 f"{route.expert_id}), but has no weight_loader to place it"
@@ -296,7 +297,7 @@ class Binding:
                 f"raywl: the weight_loader of {route.param} failed on tensor {name!r} {list(weight.shape)}"
             )
             raise
-        if weight.source.used or not weight.numel():
+        if name in recorder.used or not weight.numel():
             self.used.add(name)
         elif route.expert_id is not None or parse_expert_id(name) is not None:
             self.skipped[name] = "another rank's expert"
@@ -322,22 +323,19 @@ class Binding:
 
     def _run_own(self, recorder: Recorder) -> None:
         """Calls the model's `load_weights`, which names what it loaded or is judged by what it wrote."""
-        weights: dict[str, LazyWeight] = {}
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name in sorted_for_iteration(list(self.checkpoint.tensors), self.checkpoint.tensors):
-                weight = recorder.weight(name)
-                yield name, weight
-                weights[name] = weight
-                if weight.source.used or not weight.numel():
+                # Not held here: a hundred thousand lazy weights at once take hundreds of MiB.
+                yield name, recorder.weight(name)
+                if not self.checkpoint.tensors[name].nbytes:
                     self.used.add(name)
 
         loaded = self.model.load_weights(stream())  # type: ignore[operator]
         if isinstance(loaded, set | frozenset | list | tuple):
             self.routed |= {self.by_name[name].name for name in loaded if name in self.by_name}
         for name in self.checkpoint.tensors:
-            weight = weights.get(name)
-            if name in self.used or (weight is not None and weight.source.used):
+            if name in self.used or name in recorder.used:
                 self.used.add(name)
             elif parse_expert_id(name) is not None and self.context.ep_size > 1:
                 self.skipped[name] = "another rank's expert"
@@ -406,7 +404,7 @@ def _has_loader(target: Target) -> bool:
 
 def _call_loader(param: torch.Tensor, weight: LazyWeight, route: Route) -> None:
     loader = param.weight_loader  # type: ignore[attr-defined]
-    if route.expert_id is not None:
+    if route.is_expert:
         loader(param, weight, route.param, shard_id=route.shard_id, expert_id=route.expert_id)
     elif route.shard_id is not None:
         loader(param, weight, route.shard_id)

@@ -20,7 +20,7 @@ from raywl.checkpoint.header import TensorEntry
 from raywl.plan.copies import span_of
 from raywl.readers.memory import bytes_of
 
-__all__ = ["LazySource", "LazyWeight", "lazy_weight", "plain", "writes", "written_to"]
+__all__ = ["LazySource", "LazyWeight", "lazy_copies", "lazy_weight", "plain", "writes", "written_to"]
 
 VIEWS = frozenset(
     """__getitem__ alias adjoint as_strided chunk detach diagonal dsplit expand expand_as flatten hsplit
@@ -43,6 +43,11 @@ ALIASES = frozenset(
 )
 """Functions that hand out, or take over, the memory itself."""
 
+_CONVERSIONS = frozenset(
+    """to type type_as float half bfloat16 double cpu int long short char byte bool cfloat""".split()
+)
+"""Functions that give back their argument where there is nothing to convert."""
+
 
 class LazySource:
     """One checkpoint tensor behind all lazy views of it."""
@@ -55,8 +60,6 @@ class LazySource:
         self.reader = reader
         self.loaded: torch.Tensor | None = None
         """The whole tensor in memory, once something may have written to it or kept its address."""
-        self.used = False
-        """Whether any element was copied or looked at."""
 
     def start_of(self, view: torch.Tensor) -> int:
         """Byte of the file that a view's first element starts at."""
@@ -68,7 +71,7 @@ class LazySource:
 
     def read(self, view: torch.Tensor) -> torch.Tensor:
         """The values of a view as a plain tensor of the same shape and strides."""
-        self.used = True
+        self.reader.note_use(self)
         if self.loaded is not None:
             return self._over_loaded(view)
         with torch._C.DisableTorchFunctionSubclass():
@@ -77,7 +80,7 @@ class LazySource:
             raw = torch.empty(span, dtype=torch.uint8)
             if span:
                 self.reader.read_now(self, self.start_of(view), bytes_of(raw))
-            return raw.view(view.dtype).as_strided(view.shape, view.stride(), 0)
+            return _as_lazily(view, raw.view(view.dtype).as_strided(view.shape, view.stride(), 0))
 
     def load(self) -> torch.Tensor:
         """The whole tensor in memory, from now on the one truth for all views of it."""
@@ -89,13 +92,15 @@ class LazySource:
         assert self.loaded is not None
         with torch._C.DisableTorchFunctionSubclass():
             whole = torch.empty(0, dtype=torch.uint8).set_(self.loaded.untyped_storage())
-            return whole.view(view.dtype).as_strided(
-                view.shape, view.stride(), self._offset_of(view) // view.itemsize
-            )
+            offset = self._offset_of(view) // view.itemsize
+            return _as_lazily(view, whole.view(view.dtype).as_strided(view.shape, view.stride(), offset))
 
 
 class ReadsNow(Protocol):
     """Reads bytes at once, for uses that can't wait, and takes copies."""
+
+    def note_use(self, source: LazySource) -> None:
+        """Notes that an element of a weight was copied or looked at."""
 
     def read_now(self, source: LazySource, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of the source's file."""
@@ -123,21 +128,20 @@ class LazyWeight(torch.Tensor):
             return iter(args[0].unbind(0))
         if name in VIEWS:
             return _view(func, name, args, kwargs)
-        if name == "copy_" and not isinstance(args[0], LazyWeight):
-            source = args[1] if len(args) > 1 else kwargs["src"]
-            source.source.reader.copy(args[0], source)
-            return args[0]
-        if name == "_foreach_copy_" and not any(isinstance(dst, LazyWeight) for dst in args[0]):
-            for dst, src in zip(args[0], args[1], strict=True):
-                dst.copy_(src)
-            return None
-        if name == "__setitem__" and not isinstance(args[0], LazyWeight) and _is_basic(args[1]):
-            args[0][args[1]].copy_(args[2])
-            return None
-        if name == "contiguous" and args and args[0].is_contiguous(**kwargs):
-            return args[0]
-        if name in ALIASES or writes(name, kwargs):
+        pairs = lazy_copies(name, args, kwargs)
+        if pairs is not None:
+            for dst, src in pairs:
+                src.source.reader.copy(dst, src)
+            return None if name != "copy_" else pairs[0][0]
+        if args and isinstance(args[0], LazyWeight):
+            if name == "contiguous" and args[0].is_contiguous(**kwargs):
+                return args[0]
+            if name in _CONVERSIONS and _converts_nothing(func, args, kwargs):
+                return args[0]
+        if name in ALIASES:
             _load_all((*args, *kwargs.values()))
+        elif writes(name, kwargs):
+            _load_all((written_to(args, kwargs),))
         return _compute(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -183,6 +187,45 @@ def _wrap(tensor: torch.Tensor, source: LazySource) -> LazyWeight:
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def lazy_copies(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[torch.Tensor, LazyWeight]] | None:
+    """The copies that a torch function makes out of lazy weights, if it does nothing else."""
+    pairs: list[tuple[Any, Any]]
+    if name == "copy_":
+        source = args[1] if len(args) > 1 else kwargs.get("other")
+        pairs = [(args[0], source)] if args else []
+    elif name == "_foreach_copy_" and len(args) > 1 and len(args[0]) == len(args[1]):
+        pairs = list(zip(args[0], args[1], strict=True))
+    elif name == "__setitem__" and isinstance(args[2], LazyWeight) and _is_basic(args[1]):
+        if isinstance(args[0], LazyWeight):
+            return None
+        value: Any = args[2]
+        dst = args[0][args[1]]
+        while value.dim() > dst.dim() and value.shape[0] == 1:
+            value = value[0]  # torch ignores them too
+        pairs = [(dst, value)]
+    else:
+        return None
+    good = all(isinstance(src, LazyWeight) and not isinstance(dst, LazyWeight) for dst, src in pairs)
+    return pairs if pairs and good else None
+
+
+def _converts_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion gives its argument back, tried on a tensor without elements."""
+    if "memory_format" in kwargs:
+        return False
+    probe = torch.empty(0, dtype=args[0].dtype)
+    return _run(func, (probe, *args[1:]), kwargs) is probe
+
+
+def _as_lazily(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over a view's bytes, read as the view reads them."""
+    if view.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if view.is_neg() else tensor
 
 
 def _rewrap(result: Any, lazy: LazyWeight) -> Any:

@@ -131,18 +131,23 @@ def _load(
             _fill_report(report, binding, recorder, unmade)
             rest = recorder.finish()
             _check(report, binding, strict)
+            assert report.plan is not None
+            whole = len(rest) == len(recorder.copies)
+            reads = report.plan.reads if whole else schedule(rest, binding.file_order)
+            files.open_all({read.file: None for read in reads})
         report.phases["plan"] = time.perf_counter() - clock
         clock = time.perf_counter()
-        assert report.plan is not None
-        whole = len(rest) == len(recorder.copies)
-        reads = report.plan.reads if whole else schedule(rest, binding.file_order)
         recorder.started = bool(reads) or recorder.started
         count = _Count(sum(read.end - read.start for read in reads), progress)
         execute(reads, files, recorder.views, num_threads=num_threads, on_bytes=count)
         files.check_unchanged()
         report.phases["read"] = time.perf_counter() - clock
-    except RaywlError as error:
-        error.partly_loaded = recorder is not None and recorder.started
+    except Exception as error:
+        started = recorder is not None and recorder.started
+        if isinstance(error, RaywlError):
+            error.partly_loaded = started
+        elif started:
+            error.add_note("raywl: the model is partly loaded")
         raise
     clock = time.perf_counter()
     for name in replace_lazy(binding.targets):
@@ -179,16 +184,17 @@ def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmad
             continue
         written = recorder.written.get(target.name)
         nbytes = target.local.numel() * target.local.itemsize
-        if written is None or not (written.nbytes or written.otherwise or target.name in binding.routed):
+        set_nbytes = 0 if written is None else recorder.set_nbytes(target.name)
+        if written is None or not (set_nbytes or written.otherwise or target.name in binding.routed):
             report.missing.append(target.name)
         elif written.otherwise or not nbytes:
             continue
-        elif not written.nbytes:
+        elif not set_nbytes:
             report.missing.append(target.name)
         elif lacking := binding.lacking_parts(target):
             report.partial[target.name] = f"the checkpoint has no {some_of(lacking)}"
-        elif written.nbytes < nbytes:
-            report.partial[target.name] = f"{written.nbytes} of {nbytes} bytes are set"
+        elif set_nbytes < nbytes:
+            report.partial[target.name] = f"{set_nbytes} of {nbytes} bytes are set"
 
 
 def _check(report: LoadReport, binding: Binding, strict: bool | str) -> None:

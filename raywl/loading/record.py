@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import platform
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,24 +21,30 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from raywl.checkpoint import Manifest, TensorEntry
-from raywl.errors import ShapeMismatchError
+from raywl.errors import RaywlError, ShapeMismatchError
 from raywl.loading.lazy import (
     ALIASES,
     FACTS,
     VIEWS,
     LazySource,
     LazyWeight,
+    lazy_copies,
     lazy_weight,
     plain,
     writes,
     written_to,
 )
-from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
+from raywl.plan.copies import Copy, itemsize_of, normalise, span_of
+from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
 from raywl.plan.reads import schedule
-from raywl.readers import ByteView, OpenFiles, execute
+from raywl.readers import READER_THREADS, ByteView, OpenFiles, execute
 from raywl.readers.memory import dtype_name
 
 __all__ = ["Recorder", "Written"]
+
+# A private mapping that may be written to counts against the system's memory, all of it, unless it is
+# told not to: a file larger than the memory couldn't be mapped. Python has the flag from 3.13 on.
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
 
 
 @dataclass(slots=True)
@@ -55,10 +63,14 @@ class _Memory:
 
     targets: list[tuple[int, int, str]] = field(default_factory=list)
     """`(first byte, end byte, name)` in the storage."""
-    pending: list[Copy] = field(default_factory=list)
+    pending: Pending = field(default_factory=Pending)
     """Noted copies that haven't been made; their `dst_start` counts from the storage's first byte."""
     immediate: bool = False
     """Whether something holds an alias that torch functions don't show."""
+    repeated: bool = False
+    """Whether copies may have written some bytes more than once."""
+    merged: list[tuple[int, int]] | None = None
+    """What copies have set of it in the end, once that was asked for."""
 
 
 class Recorder(TorchFunctionMode):
@@ -92,6 +104,13 @@ class Recorder(TorchFunctionMode):
         self._memory_by_name: dict[str, _Memory] = {}
         self._thread: int | None = None
         self._lock = threading.RLock()
+        self._watching, self._profile_before = False, threading.getprofile()
+        self._shared = False
+        """Whether other threads may look at the targets, which can't be seen from here."""
+        self._failed: RaywlError | None = None
+        """What failed in another thread."""
+        self.used: set[str] = set()
+        """Tensors of which some element was copied or looked at."""
         self.copies: list[Copy] = []
         """All copies into targets, in the order they were made."""
         self.written: dict[str, Written] = {name: Written() for name in targets}
@@ -115,6 +134,7 @@ class Recorder(TorchFunctionMode):
 
     def weight(self, name: str) -> LazyWeight:
         """The lazy weight of a checkpoint tensor."""
+        self._watch_threads()
         entry = self._manifest.entry(name)
         return lazy_weight(name, entry, self._mapping(entry), self)
 
@@ -123,11 +143,15 @@ class Recorder(TorchFunctionMode):
             return None
         if entry.file not in self._mappings:
             size = next(file.size for file in self._manifest.files if file.name == entry.file)
-            flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             self._mappings[entry.file] = mmap.mmap(self._files.fd(entry.file), size, flags, access)
         return self._mappings[entry.file]
 
     # What the lazy weights ask for.
+
+    def note_use(self, source: LazySource) -> None:
+        """Notes that an element of a weight was copied or looked at."""
+        self.used.add(source.name)
 
     def read_now(self, source: LazySource, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of the source's file."""
@@ -148,31 +172,40 @@ class Recorder(TorchFunctionMode):
                     src.source.name, dst.shape, src.shape, "can't be copied by its loader"
                 ) from None
             src = expanded
-        src.source.used = True
+        self.note_use(src.source)
         if not src.numel() or dst.device.type == "meta":
             return
-        memory = self._memory_of(dst)
-        if memory is None or threading.get_ident() != self._thread or src.source.loaded is not None:
-            self._copy_now(dst, src, memory)
-            return
-        noted = self._copy_of(dst, src, memory)
-        if noted is None or memory.immediate:
-            self._copy_now(dst, src, memory)
-            return
-        if any(may_overlap(noted, other) for other in memory.pending):
+        with self._lock:
+            if self._thread is not None and threading.get_ident() != self._thread:
+                self._share()
+            memory = self._memory_of(dst)
+            noted = None if memory is None else self._copy_of(dst, src, memory)
+            if memory is None or noted is None or src.source.loaded is not None:
+                self._copy_now(dst, src, memory, noted)
+                return
+            self._note(noted, memory)
+            self.copies.append(self._in_target(noted, memory))
+            if self._shared or memory.immediate or self._thread is None:
+                self.drain()
+
+    def _note(self, copy: Copy, memory: _Memory) -> None:
+        """Takes a copy, after those that it may overlap."""
+        if memory.pending.may_overlap(copy):
+            memory.repeated = True
             self.drain()
-        memory.pending.append(noted)
-        self.copies.append(self._in_target(noted, memory))
-        self._count(noted, dst)
+        memory.pending.add(copy)
+        nbytes = math.prod(copy.shape) * itemsize_of(copy.dst_dtype)
+        self.written[copy.target].nbytes += nbytes
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""
         self.copies.append(copy)
         first = self._views[copy.target].first
-        self._memory_by_name[copy.target].pending.append(copy._replace(dst_start=copy.dst_start + first))
-        self.written[copy.target].nbytes += math.prod(copy.shape) * itemsize_of(copy.dst_dtype)
+        self._note(copy._replace(dst_start=copy.dst_start + first), self._memory_by_name[copy.target])
 
-    def _copy_now(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory | None) -> None:
+    def _copy_now(
+        self, dst: torch.Tensor, src: LazyWeight, memory: _Memory | None, noted: Copy | None
+    ) -> None:
         if memory is not None and memory.pending:
             self.drain()
         self.started = self.started or memory is not None
@@ -180,15 +213,7 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             dst.copy_(values)
         if memory is not None:
-            noted = self._copy_of(dst, src, memory)
-            if noted is None:
-                self._note_write(memory, dst, src.source.name)
-            else:
-                self._count(noted, dst)
-                self.surprises[f"{src.source.name} was copied into {noted.target} while loaders ran"] = None
-
-    def _count(self, copy: Copy, dst: torch.Tensor) -> None:
-        self.written[copy.target].nbytes += dst.numel() * dst.itemsize
+            self._note_write(memory, dst, f"a copy of {src.source.name}")
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
         if tensor.layout is not torch.strided:
@@ -212,7 +237,7 @@ class Recorder(TorchFunctionMode):
                 dst_dtype=dtype_name(dst.dtype),
             )
         )
-        if dst.is_conj() or dst.is_neg() or src.is_conj():
+        if dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg() or not writes_once(copy):
             return None
         for first, end, name in memory.targets:
             if first <= copy.dst_start and copy.dst_end <= end:
@@ -229,26 +254,76 @@ class Recorder(TorchFunctionMode):
 
     def drain(self) -> None:
         """Makes all noted copies now."""
-        copies = [
-            self._in_target(copy, memory) for memory in self._memories.values() for copy in memory.pending
-        ]
-        for memory in self._memories.values():
-            memory.pending.clear()
-        if copies:
-            self.started = True
+        with self._lock:
+            copies = self.finish()
+            if not copies:
+                return
+            for copy in copies:
+                # What comes later may write there again.
+                self._memory_by_name[copy.target].repeated = True
             reads = schedule(copies, self._file_order)
+            self._files.open_all({read.file: None for read in reads})
+            self.started = True
             for read in reads:
                 self._count_early(read.file, read.end - read.start)
             self.surprises["values were read while loaders ran"] = None
             execute(reads, self._files, self._views, num_threads=self._num_threads, on_bytes=self._on_bytes)
 
     def finish(self) -> list[Copy]:
-        """The copies that are still to be made; forgets them."""
-        rest = []
-        for memory in self._memories.values():
-            rest += [self._in_target(copy, memory) for copy in memory.pending]
-            memory.pending.clear()
-        return rest
+        """The copies that are still to be made; forgets them.
+
+        Raises:
+            RaywlError: Copies that another thread waited for couldn't be made.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            return [
+                self._in_target(copy, memory)
+                for memory in self._memories.values()
+                for copy in memory.pending.take()
+            ]
+
+    def _share(self) -> None:
+        """Makes what is noted, and from now on every copy at once: another thread may be looking."""
+        with self._lock:
+            if not self._shared:
+                self._shared = True
+                self.drain()
+
+    def _watch_threads(self) -> None:
+        """From the first lazy weight on: a thread that starts may read what was written before."""
+        if self._watching or self._thread is None:
+            return
+        self._watching, self._profile_before = True, threading.getprofile()
+
+        def hook(*event: Any) -> Any:
+            # Runs in the new thread, before anything of its own.
+            sys.setprofile(self._profile_before)
+            if not threading.current_thread().name.startswith(READER_THREADS):
+                try:
+                    self._share()
+                except RaywlError as error:
+                    self._failed = error
+                    raise
+            return None if self._profile_before is None else self._profile_before(*event)
+
+        threading.setprofile(hook)
+
+    def set_nbytes(self, name: str) -> int:
+        """Bytes of a target that copies have set, each counted once, through whichever target."""
+        memory = self._memory_by_name.get(name)
+        if memory is None or (len(memory.targets) == 1 and not memory.repeated):
+            return self.written[name].nbytes
+        if memory.merged is None:
+            names = {target for _, _, target in memory.targets}
+            memory.merged = merge_runs(
+                run
+                for copy in self.copies
+                if copy.target in names
+                for run in runs_of(copy._replace(dst_start=copy.dst_start + self._views[copy.target].first))
+            )
+        return covered_bytes(self._views[name].runs(), memory.merged)
 
     @property
     def views(self) -> Mapping[str, ByteView]:
@@ -263,6 +338,9 @@ class Recorder(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._thread = None
+        if self._watching:
+            threading.setprofile(self._profile_before)
+            self._watching = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -274,8 +352,12 @@ class Recorder(TorchFunctionMode):
             args = (*args[:-1], plain(args[-1]))
         if name in FACTS or name in VIEWS or (name == "__get__" and not _is_raw(func)):
             return func(*args, **kwargs)
-        lazy_copy = name in ("copy_", "__setitem__", "_foreach_copy_") and _is_lazy_copy(args)
-        if not lazy_copy:
+        if name == "_foreach_copy_":
+            # One by one: some may be lazy, and each may read what the ones before it wrote.
+            for dst, src in zip(args[0], args[1], strict=True):
+                self.__torch_function__(torch.Tensor.copy_, types, (dst, src))
+            return None
+        if lazy_copies(name, args, kwargs) is None:
             self._before(name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -309,13 +391,6 @@ class Recorder(TorchFunctionMode):
     def close(self) -> None:
         """Lets go of the mappings that no tensor uses any more."""
         self._mappings.clear()
-
-
-def _is_lazy_copy(args: tuple[Any, ...]) -> bool:
-    last = args[-1] if args else None
-    if isinstance(last, tuple | list):
-        return all(isinstance(item, LazyWeight) for item in last)
-    return isinstance(last, LazyWeight)
 
 
 def _is_raw(func: Callable[..., Any]) -> bool:

@@ -15,7 +15,10 @@ from raywl.plan.reads import GAP_BYTES, Read
 from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView, bytes_of, int_dtype, strided
 
-__all__ = ["SCRATCH_BYTES", "choose_num_threads", "execute"]
+__all__ = ["READER_THREADS", "SCRATCH_BYTES", "choose_num_threads", "execute"]
+
+READER_THREADS = "raywl-read"
+"""How the names of the threads that read begin."""
 
 SCRATCH_BYTES = 256 << 10
 """Scratch of one thread: small enough to stay in the core's cache between read and copy."""
@@ -75,7 +78,7 @@ def execute(
     if num_threads == 1:
         work()
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="raywl-read") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix=READER_THREADS) as pool:
         futures = [pool.submit(work) for _ in range(num_threads)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)

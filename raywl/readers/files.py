@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from raywl.checkpoint import Manifest
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 
 __all__ = ["OpenFiles"]
+
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 Stamp = tuple[int, int, int]
 
@@ -65,6 +67,15 @@ class OpenFiles:
             )
         return fd, stamp
 
+    def open_all(self, names: Iterable[str]) -> None:
+        """Opens files before the first of them is read, so that one that is gone is known by then.
+
+        Raises:
+            As `fd`.
+        """
+        for name in names:
+            self.fd(name)
+
     def read_into(self, name: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fills `buffers`, in order, from byte `start` of a file.
 
@@ -76,7 +87,7 @@ class OpenFiles:
         rest = [buffer for buffer in buffers if buffer.nbytes]
         while rest:
             try:
-                done = os.preadv(fd, rest, position)
+                done = os.preadv(fd, rest[:_MAX_BUFFERS], position)
             except OSError as error:
                 raise CheckpointError(
                     self._manifest.path(name), None, f"can't be read at byte {position}: {error.strerror}"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from raywl.plan.copies import Copy, span_of
+from raywl.plan.pending import merge_runs, runs_of
 
 __all__ = ["ByteView", "bytes_of", "dtype_name", "int_dtype", "strided"]
 
@@ -60,6 +61,7 @@ class ByteView:
         self.nbytes = span_of(tuple(tensor.shape), strides, tensor.itemsize)
         """Bytes from the first element's first to the last element's last."""
         self.dtype = tensor.dtype
+        self._shape, self._strides = tuple(tensor.shape), strides
         storage = tensor.untyped_storage()
         self.first = int(tensor.storage_offset()) * tensor.itemsize
         """Byte of the storage that the first element starts at."""
@@ -68,6 +70,12 @@ class ByteView:
         self.raw.set_(storage, self.first, (self.nbytes,), (1,))
         self.memory = bytes_of(self.raw) if tensor.device.type == "cpu" else None
         """The bytes to read into; `None` where no read can reach."""
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The byte ranges of the storage that its elements take."""
+        name = dtype_name(self.dtype)
+        whole = Copy("", "", "", 0, self.first, self._shape, self._strides, self._strides, name, name)
+        return merge_runs(runs_of(whole))
 
     def view_for(self, copy: Copy) -> torch.Tensor:
         """The destination of a copy."""

@@ -17,9 +17,9 @@ import torch
 
 from raywl.checkpoint import Manifest, TensorEntry
 from raywl.empty_model import EmptyModel, build_empty_model, describe_parameters
+from raywl.opening import open_checkpoint
 from raywl.plan import cut, local_box
 from raywl.report import LoadReport
-from raywl.sources import resolve
 from raywl.types import ParallelContext, Replicate, Shard
 
 __all__ = ["Contestant", "LoadInto", "Raw", "SafeOpenLoop", "Work", "make_contestant"]
@@ -41,8 +41,7 @@ class Work:
 
     def manifest(self) -> Manifest:
         """The checkpoint's headers."""
-        source = resolve(self.ref, subfolder=self.source.get("subfolder"))
-        return Manifest.read(source, self.source.get("allow_patterns"))
+        return open_checkpoint(self.ref, **self.source)
 
     def specs(self) -> dict[str, Shard]:
         """`shards` as specs."""

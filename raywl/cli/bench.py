@@ -16,6 +16,7 @@ from raywl.cli.arguments import (
 from raywl.cli.outcome import BUG, DONE
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts
+from raywl.opening import open_checkpoint
 from raywl.text import format_bytes
 from raywl.types import Shard
 
@@ -53,7 +54,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run_load(args: argparse.Namespace, out: Output) -> int:
     from raywl.bench.load import LoadBenchmark
-    from raywl.opening import open_checkpoint
 
     manifest = open_checkpoint(args.ref, **source_arguments(args))
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)

@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 from raywl.checkpoint import Manifest
-from raywl.cli.arguments import Subparsers, add_command, add_source_arguments
+from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
 from raywl.errors import some_of
-from raywl.sources import resolve
+from raywl.opening import open_checkpoint
 from raywl.text import format_bytes
 
 __all__ = ["add_parser", "describe"]
@@ -29,8 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    # Not open_checkpoint, which can read tensors too and so may come to need torch: this is to start fast.
-    manifest = Manifest.read(resolve(args.ref, subfolder=args.subfolder), args.allow_patterns)
+    manifest = open_checkpoint(args.ref, **source_arguments(args))
     found = describe(manifest, chosen=bool(args.allow_patterns))
     out.json(found)
     out.text(

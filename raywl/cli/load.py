@@ -18,6 +18,7 @@ from raywl.cli.arguments import (
 from raywl.cli.outcome import DONE, UsageError
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts, empty_factory, import_factory, read_tp_plan
+from raywl.opening import open_checkpoint
 from raywl.text import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -104,8 +105,6 @@ def _load_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     if args.model:
         plan = None if args.tp_plan is None else read_tp_plan(args.tp_plan)
         return {"model_factory": import_factory(args.model), "tp_plan": plan}, []
-    from raywl.opening import open_checkpoint
-
     manifest = open_checkpoint(args.ref, **source_arguments(args))
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     arguments = {"model_factory": empty_factory(manifest, cuts), "shards": cuts.shards}

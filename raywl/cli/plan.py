@@ -18,11 +18,11 @@ from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts, import_factory, read_tp_plan
 from raywl.errors import some_of
+from raywl.opening import Checkpoint, open_checkpoint
 from raywl.text import format_bytes
 from raywl.types import ParallelContext
 
 if TYPE_CHECKING:
-    from raywl.opening import Checkpoint
     from raywl.plan import LoadPlan
 
 __all__ = ["add_parser"]
@@ -42,8 +42,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from raywl.opening import open_checkpoint
-
     group = sizes(args)
     num_ranks = args.pp * args.dp * args.tp
     contexts = [ParallelContext.of_rank(rank, **group) for rank in range(num_ranks)]

@@ -7,6 +7,7 @@ import argparse
 from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
 from raywl.cli.outcome import CHECKPOINT, DONE
 from raywl.cli.output import Output
+from raywl.opening import open_checkpoint
 from raywl.text import format_bytes
 
 __all__ = ["add_parser"]
@@ -26,8 +27,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from raywl.opening import open_checkpoint
-
     report = open_checkpoint(args.ref, **source_arguments(args)).verify(deep=args.deep)
     out.json(report.to_dict())
     depth = f", {format_bytes(report.bytes_checked)} read" if report.deep else ""

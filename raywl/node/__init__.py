@@ -1,0 +1,1 @@
+"""Facts of this node: its memory, its file systems, and what of a checkpoint is in its page cache."""

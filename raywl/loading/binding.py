@@ -100,7 +100,7 @@ class Binding:
     def _route_all(self) -> None:
         """Finds the place of every tensor; the first of several tied names gets the memory."""
         ignored = _ignored_unexpected(self.model)
-        taken: dict[_Place, str] = {}
+        taken: dict[_Place, tuple[str, str]] = {}
         for name in sorted_for_iteration(list(self.checkpoint.tensors), self.checkpoint.tensors):
             mapped = name if self._mapper is None else self._mapper.map_name(name)
             if mapped is None:
@@ -114,11 +114,12 @@ class Binding:
                 if not target.persistent:
                     self.skipped[name] = f"{route.param} is a buffer that the model computes itself"
                     continue
-                key = _Place(target.name, *route[1:])
+                first = target.twin or target
+                key = _Place(first.name, *route[1:])
                 if key in taken and route.expert_id is None:
-                    self._second(name, route, target, taken, key)
+                    self._second(name, route, first, taken, key)
                     continue
-                taken[key] = name
+                taken[key] = name, route.param
                 self._routes.append((name, route))
         self._routes = [(name, route) for name, route in self._routes if name not in self.skipped]
 
@@ -132,25 +133,25 @@ class Binding:
         self,
         name: str,
         route: Route,
-        target: Target,
-        taken: dict[_Place, str],
+        first: Target,
+        taken: dict[_Place, tuple[str, str]],
         key: _Place,
     ) -> None:
         """A further tensor for a place that has one: fine where the place has two names, else an error."""
-        other = taken[key]
-        if len(target.names) < 2 or other == name:
+        other, its_param = taken[key]
+        if its_param == route.param:
             raise CheckpointError(
                 self.checkpoint.path(self.checkpoint.tensors[name].file),
                 name,
                 f"goes to {route.param}, and so does {other}: which one counts isn't known",
             )
-        if route.param == target.name:
+        if route.param == first.name:
             # The model's first name for tied weights decides, whatever the order of files.
             self.skipped[other] = f"tied to {route.param}, which is loaded"
-            taken[key] = name
+            taken[key] = name, route.param
             self._routes.append((name, route))
         else:
-            self.skipped[name] = f"tied to {target.name}, which is loaded"
+            self.skipped[name] = f"tied to {first.name}, which is loaded"
 
     def _no_place(self, name: str, mapped: str, ignored: list[re.Pattern[str]]) -> None:
         if any(pattern.search(mapped) for pattern in ignored):

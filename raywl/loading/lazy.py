@@ -31,9 +31,9 @@ VIEWS = frozenset(
 """Functions whose result shares its argument's memory, or (`reshape`) can."""
 
 FACTS = frozenset(
-    """__hash__ __len__ can_cast dim element_size get_device is_complex is_conj is_contiguous
-    is_floating_point is_inference is_neg is_same_size is_shared is_signed is_tensor ndimension nelement
-    numel result_type size storage_offset stride""".split()
+    """__dlpack_device__ __hash__ __len__ can_cast dim element_size get_device is_complex is_conj
+    is_contiguous is_floating_point is_inference is_neg is_same_size is_shared is_signed is_tensor ndimension
+    nelement numel result_type size storage_offset stride""".split()
 )
 """Functions that look at no element."""
 

@@ -16,7 +16,7 @@ from raywl.errors import MissingWeightsError, RaywlError, some_of
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
 from raywl.loading.record import Recorder
-from raywl.loading.targets import init_buffers, replace_lazy, restore
+from raywl.loading.targets import adopt_registered, init_buffers, restore
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.plan import LoadPlan
 from raywl.plan.plan import TargetInfo
@@ -128,6 +128,10 @@ def _load(
             unmade = init_buffers(model, binding.targets, binding.device)
             recorder = binding.prepare(files, plan, num_threads)
             binding.record(recorder, plan)
+            for target, was_lazy in adopt_registered(binding.targets, recorder.is_mapped):
+                recorder.note_registered(target.name)
+                if was_lazy:
+                    report.notes.append(f"{target.name}: a loader left its weight in the model; it was read")
             _fill_report(report, binding, recorder, unmade)
             rest = recorder.finish()
             _check(report, binding, strict)
@@ -150,8 +154,6 @@ def _load(
             error.add_note("raywl: the model is partly loaded")
         raise
     clock = time.perf_counter()
-    for name in replace_lazy(binding.targets):
-        report.notes.append(f"{name}: a lazy weight was left in the model; it was read in full")
     report.bytes_by_file = dict(recorder.nbytes_early)
     for read in reads:
         report.bytes_by_file[read.file] = report.bytes_by_file.get(read.file, 0) + read.end - read.start

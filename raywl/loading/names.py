@@ -18,7 +18,9 @@ class Route(NamedTuple):
     shard_id: Any = None
     """Which part of a stacked or expert parameter it is."""
     expert_id: int | None = None
-    """Which expert it is, of a parameter that holds several."""
+    """Which expert it is, of a parameter that holds several; `None` for all of them in one."""
+    is_expert: bool = False
+    """Whether an expert mapping led here, whose loaders are called with more arguments."""
     fused: FusedPart | None = None
     """Where it lies in a parameter that transformers fuses out of several tensors."""
 
@@ -75,7 +77,7 @@ class NameTable:
                 middle = ".".join(parts[first : first + length])
                 for key in (middle + ".", "." + middle + ".", "." + middle, middle):
                     routes = [
-                        Route(param, shard_id, expert_id)
+                        Route(param, shard_id, expert_id, is_expert=True)
                         for param_name, weight_name, expert_id, shard_id in self._experts.get(key, ())
                         if weight_name in name
                         and (param := name.replace(weight_name, param_name, 1)) in self._params

@@ -13,6 +13,7 @@ import mmap
 import platform
 import sys
 import threading
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self._num_threads, self._on_bytes = num_threads, on_bytes
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
         self._mappings: dict[str, mmap.mmap] = {}
+        self._mapped: list[tuple[int, int]] = []
         self._views: dict[str, ByteView] = {}
         self._memories: dict[int, _Memory] = {}
         self._memory_by_name: dict[str, _Memory] = {}
@@ -144,7 +146,10 @@ class Recorder(TorchFunctionMode):
         if entry.file not in self._mappings:
             size = next(file.size for file in self._manifest.files if file.name == entry.file)
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._mappings[entry.file] = mmap.mmap(self._files.fd(entry.file), size, flags, access)
+            mapping = mmap.mmap(self._files.fd(entry.file), size, flags, access)
+            self._mappings[entry.file] = mapping
+            first = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+            insort(self._mapped, (first, first + size))
         return self._mappings[entry.file]
 
     # What the lazy weights ask for.
@@ -196,6 +201,20 @@ class Recorder(TorchFunctionMode):
         memory.pending.add(copy)
         nbytes = math.prod(copy.shape) * itemsize_of(copy.dst_dtype)
         self.written[copy.target].nbytes += nbytes
+
+    def is_mapped(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is a mapped file's."""
+        if not self._mapped or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        at = bisect_right(self._mapped, (address, sys.maxsize)) - 1
+        return at >= 0 and address < self._mapped[at][1]
+
+    def note_registered(self, name: str) -> None:
+        """Notes that a loader registered a tensor of its own in a target's place."""
+        self.started = True
+        self.written.setdefault(name, Written()).otherwise = True
+        self.surprises[f"{name} was registered anew by a loader"] = None
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from raywl.loading.lazy import LazyWeight, plain, writes, written_to
 
-__all__ = ["Target", "collect_targets", "init_buffers", "materialise", "replace_lazy", "restore"]
+__all__ = ["Target", "adopt_registered", "collect_targets", "init_buffers", "materialise", "restore"]
 
 _INITIALISERS = ("reset_buffers", "reset_parameters", "init_weights", "_init_weights")
 
@@ -31,6 +31,8 @@ class Target:
     """Modules that it is registered with, and the attribute there."""
     persistent: bool = True
     """Whether checkpoints hold it: `False` for buffers that the model computes."""
+    twin: Target | None = None
+    """An earlier one with the very same memory, though it is another tensor."""
 
     @property
     def name(self) -> str:
@@ -91,14 +93,27 @@ def collect_targets(model: nn.Module) -> list[Target]:
                     target.owners.append((module, attribute))
                 computed = registry is module._buffers and attribute in module._non_persistent_buffers_set
                 target.persistent = target.persistent or not computed
-    return list(found.values())
+    targets = list(found.values())
+    _find_twins(targets)
+    return targets
+
+
+def _find_twins(targets: list[Target]) -> None:
+    first: dict[tuple[Any, ...], Target] = {}
+    for target in targets:
+        tensor = target.tensor
+        if target.is_meta or is_dtensor(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        other = first.setdefault(key, target)
+        target.twin = None if other is target else other
 
 
 def materialise(target: Target, shape: tuple[int, ...], device: torch.device) -> None:
     """Gives a meta target memory, keeping its class, attributes, `requires_grad` and ties."""
     old = target.tensor
-    if is_dtensor(old):
-        data = torch.empty_like(old, device=device)
+    if is_dtensor(old) or shape == tuple(old.shape):
+        data = torch.empty_like(old, device=device, requires_grad=False)  # keeps strides
     else:
         data = torch.empty(shape, dtype=old.dtype, device=device)
     new: torch.Tensor
@@ -123,8 +138,7 @@ def restore(targets: list[Target]) -> Iterator[None]:
         yield
     except BaseException:
         for target, tensor in before:
-            if target.tensor is not tensor:
-                target.put(tensor)
+            target.put(tensor)
         raise
 
 
@@ -165,14 +179,28 @@ def init_buffers(model: nn.Module, targets: list[Target], device: torch.device) 
     unset: list[str] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for module, members in by_module.items():
-            unset += _init_module(model, module, members, device)
+            unset += _init_module(model, module, members, targets, device)
     return unset
 
 
 def _init_module(
-    model: nn.Module, module: nn.Module, members: list[Target], device: torch.device
+    model: nn.Module,
+    module: nn.Module,
+    members: list[Target],
+    targets: list[Target],
+    device: torch.device,
 ) -> list[str]:
     metas = [target.tensor for target in members]
+    inside = set(module.modules())
+    kept = [
+        (target, target.tensor)
+        for target in targets
+        if target.persistent and not target.is_meta and any(owner in inside for owner, _ in target.owners)
+    ]
+    for target, tensor in kept:
+        # What has memory is the caller's: initialisers must not draw it anew.
+        stand_in = torch.empty_like(tensor.detach(), device="meta")
+        target.put(nn.Parameter(stand_in, False) if isinstance(tensor, nn.Parameter) else stand_in)
     for target in members:
         materialise(target, tuple(target.tensor.shape), device)
         # transformers marks what it has initialised, on meta too, and skips it from then on.
@@ -184,12 +212,16 @@ def _init_module(
     elif hasattr(module, "_init_weights"):
         calls.append((module._init_weights, ()))
     waiting = list(members)
-    for call, args in calls:
-        with _WriteWatch() as watch:
-            call(*args)
-        waiting = [target for target in waiting if not _was_made(target, watch)]
-        if not waiting:
-            break
+    try:
+        for call, args in calls:
+            with _WriteWatch() as watch:
+                call(*args)
+            waiting = [target for target in waiting if not _was_made(target, watch)]
+            if not waiting:
+                break
+    finally:
+        for target, tensor in kept:
+            target.put(tensor)
     for target, meta in zip(members, metas, strict=True):
         if target in waiting:
             target.put(meta)
@@ -206,18 +238,30 @@ def _was_made(target: Target, watch: _WriteWatch) -> bool:
     return not target.tensor.numel() or target.tensor.untyped_storage().data_ptr() in watch.written
 
 
-def replace_lazy(targets: list[Target]) -> list[str]:
-    """Reads the lazy weights that loaders put into the model itself; returns their names."""
-    replaced = []
+def adopt_registered(
+    targets: list[Target], is_mapped: Callable[[torch.Tensor], bool]
+) -> Iterator[tuple[Target, bool]]:
+    """Takes over what loaders registered in place of a target; lazy weights among it are read.
+
+    Args:
+        targets: All of the model's.
+        is_mapped: Whether a tensor's memory is a file's.
+
+    Yields:
+        Each target that holds another tensor now, and whether that was read here.
+    """
     for target in targets:
-        module, attribute = target.owners[0]
-        registry = module._parameters if attribute in module._parameters else module._buffers
-        current = registry.get(attribute)
+        current = target.registered()
         if isinstance(current, LazyWeight):
-            values = plain(current)
-            is_param = registry is module._parameters
+            values = plain(current).clone()
+            is_param = target.owners[0][1] in target.owners[0][0]._parameters
             target.put(nn.Parameter(values, current.requires_grad) if is_param else values)
-            replaced.append(target.name)
-        elif current is not None and current is not target.tensor:
-            target.tensor = current
-    return replaced
+            yield target, True
+        elif is_mapped(current):
+            # Set by a thread that isn't watched.
+            current.data = current.detach().clone()
+            target.put(current)
+            yield target, True
+        elif current is not target.tensor:
+            target.put(current)
+            yield target, False

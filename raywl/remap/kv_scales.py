@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 __all__ = ["maybe_remap_kv_scale_name", "remap_kv_scale_weights"]
 
 T = TypeVar("T")
+Row = tuple[str, tuple[str, ...]]
+"""What a checkpoint's name ends in, and what the model's may end in, in order of preference."""
 
 _TABLE = (
     # checkpoint ends in                        model ends in
@@ -32,7 +34,7 @@ _ATTENTIONS = ("mla_attn.mla_attn", "attn")
 _DEPRECATED = ".kv_scale"
 
 
-def _spelled_out() -> Iterator[tuple[str, tuple[str, ...]]]:
+def _spelled_out() -> Iterator[Row]:
     """The table with every letter and attention put in: `(ending, possible endings in the model)`."""
     for ending, target in _TABLE:
         rows = [(ending, target)]
@@ -45,9 +47,15 @@ def _spelled_out() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield one, tuple(dict.fromkeys(targets))
 
 
-_ROWS = tuple(_spelled_out())
-_LAST_PARTS = tuple({f".{ending.rpartition('.')[2]}" for ending, _ in _ROWS})
-"""Most names end in none of these and need no look at the rows."""
+def _by_last_part() -> dict[str, list[Row]]:
+    """The rows by what a name must have after its last dot, in the order of the table."""
+    rows: dict[str, list[Row]] = {}
+    for row in _spelled_out():
+        rows.setdefault(row[0].rpartition(".")[2], []).append(row)
+    return rows
+
+
+_ROWS = _by_last_part()
 
 _MAX_REMEMBERED = 256
 _warned: dict[tuple[int, int, str], None] = {}
@@ -117,18 +125,22 @@ def remap_kv_scale_weights(
         )
 
 
-def _row_of(name: str) -> tuple[str, tuple[str, ...]] | None:
-    if not name.endswith(_LAST_PARTS):
-        return None
-    return next((row for row in _ROWS if name.endswith(row[0])), None)
+def _row_of(name: str) -> Row | None:
+    for row in _ROWS.get(name.rpartition(".")[2], ()):
+        if name.endswith(row[0]):
+            return row
+    return None
 
 
-def _first_there(name: str, row: tuple[str, tuple[str, ...]], params: Collection[str]) -> str | None:
+def _first_there(name: str, row: Row, params: Collection[str]) -> str | None:
     stem = name.removesuffix(row[0])
-    return next((stem + target for target in row[1] if stem + target in params), None)
+    for target in row[1]:
+        if (new := stem + target) in params:
+            return new
+    return None
 
 
-def _kind(row: tuple[str, tuple[str, ...]]) -> str:
+def _kind(row: Row) -> str:
     ending, targets = row
     return "kv_scale" if ending == _DEPRECATED else targets[-1].rpartition(".")[2]
 

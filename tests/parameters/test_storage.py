@@ -1,6 +1,5 @@
 """Views over storages, and copies that touch what they read."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

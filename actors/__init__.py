@@ -2,5 +2,6 @@
 
 from raywl.actors.group import RankGroup
 from raywl.actors.launching import launch
+from raywl.actors.tables import SharedTable, share_table
 
-__all__ = ["RankGroup", "launch"]
+__all__ = ["RankGroup", "SharedTable", "launch", "share_table"]

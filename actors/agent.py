@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raywl.actors.failures import Place, as_raywl_error
 from raywl.actors.names import Hello, mine
+from raywl.actors.requests import SourceRequest
+from raywl.actors.shelf import ShelfLink, TableParts, TableRequest, TableShelf
+from raywl.checkpoint import TensorEntry
 from raywl.coordination import Beat
 from raywl.errors import CheckpointError
+from raywl.tables import PlasmaBudget
 
-__all__ = ["AgentLink", "NodeAgent", "Opened", "SourceRequest"]
+if TYPE_CHECKING:
+    from raywl.opening import Checkpoint
+
+__all__ = ["AgentLink", "NodeAgent", "Opened"]
 
 _ALONE_S = 60.0
 _FIRST_PAUSE_S = 1.0
 
 
-class AgentLink(Protocol):
+class AgentLink(ShelfLink, Protocol):
     """What an agent asks of the cluster."""
 
-    def beat(self, node_id: str) -> Beat:
-        """Tells the coordinator that the agent lives; raises when there is none."""
+    def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
+        """Tells the coordinator that the agent lives, and what it holds; raises when there is none."""
 
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
-
-
-@dataclass(frozen=True)
-class SourceRequest:
-    """A checkpoint as a node is asked to open it: by name, never as another node's path."""
-
-    group: str
-    """The group that wants it."""
-    ref: str
-    options: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Keyword arguments of `open_checkpoint`; may hold secrets, so they aren't shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,7 @@ class NodeAgent:
     2. `open` reads the checkpoint's headers here; the driver compares the identities of all nodes.
     3. Each rank of the node asks for the same checkpoint by `checkpoint`.
     4. `close` forgets it. All of these may be repeated.
+       Tables that all processes of the node share are made, found and dropped by the methods of their name.
     5. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
        nothing has needed it for the idle time, or when there has been no coordinator for a minute.
     6. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
@@ -78,6 +77,7 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._opened: dict[str, tuple[Opened, bytes]] = {}
+        self._shelf = TableShelf(node_id, label, link)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
     def hello(self) -> Hello:
@@ -105,7 +105,7 @@ class NodeAgent:
         opened, pickled = self._open(request)
         if opened.identity != identity:
             raise CheckpointError(
-                request.ref,
+                request.label,
                 None,
                 f"changed while it was loaded: it was {identity}, now it is {opened.identity}",
             ).at(str(self._place))
@@ -117,6 +117,41 @@ class NodeAgent:
             self._opened.pop(group, None)
             self._opening.pop(group, None)
 
+    def table_entry(self, request: SourceRequest, tensor: str) -> tuple[TensorEntry, str]:
+        """Where a tensor lies, and the checkpoint's identity on this node.
+
+        Raises:
+            RaywlError: As `open_checkpoint`; a `CheckpointError` when there is no such tensor.
+        """
+        checkpoint: Checkpoint = pickle.loads(self._open(request)[1])  # noqa: S301 (its own)
+        with self._as_raywl("finding the table"):
+            return checkpoint.entry(tensor), checkpoint.identity
+
+    def table_budget(self) -> PlasmaBudget:
+        """Room for tables in this node's object store."""
+        return self._shelf.budget()
+
+    def share_table(self, request: TableRequest, rows: list[Any] | None = None) -> TableParts:
+        """Makes a table on this node: see `TableShelf.share`."""
+        with self._as_raywl("sharing the table"):
+            return self._shelf.share(request, rows or ())
+
+    def find_table(self, request: TableRequest) -> TableParts:
+        """A table's parts, for readers of this node: see `TableShelf.find`."""
+        with self._as_raywl("sharing the table"):
+            return self._shelf.find(request)
+
+    def drop_table(self, name: str) -> None:
+        """Forgets a table."""
+        self._shelf.drop(name)
+
+    @contextlib.contextmanager
+    def _as_raywl(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise as_raywl_error(error, self._place, doing) from None
+
     def _open(self, request: SourceRequest) -> tuple[Opened, bytes]:
         with self._lock:
             lock = self._opening.setdefault(request.group, threading.Lock())
@@ -126,10 +161,8 @@ class NodeAgent:
                 return known
             from raywl.opening import open_checkpoint
 
-            try:
+            with self._as_raywl("open_checkpoint"):
                 checkpoint = open_checkpoint(request.ref, **request.options)
-            except Exception as error:
-                raise as_raywl_error(error, self._place, "open_checkpoint") from None
             opened = Opened(checkpoint.identity, len(checkpoint.tensors), checkpoint.nbytes)
             self._opened[request.group] = known = (opened, pickle.dumps(checkpoint))
             return known
@@ -146,7 +179,7 @@ class NodeAgent:
         pause, pause_s, last_answer_s = threading.Event(), _FIRST_PAUSE_S, time.monotonic()
         while True:
             try:
-                answer = self._link.beat(self._node_id)
+                answer = self._link.beat(self._node_id, self._shelf.names())
             except Exception:
                 # No coordinator: it may be starting again. Without one, nobody can need this agent.
                 if time.monotonic() - last_answer_s > _ALONE_S:

@@ -58,10 +58,10 @@ class LoadCoordinator:
         with self._lock:
             return self._registry.agree(name, identities, labels)
 
-    def beat(self, node_id: str) -> Beat:
+    def beat(self, node_id: str, held: tuple[str, ...] = ()) -> Beat:
         """Called by agents: see `GroupRegistry.beat`."""
         with self._lock:
-            return self._registry.beat(node_id, time.monotonic())
+            return self._registry.beat(node_id, time.monotonic(), held)
 
     def retire_idle(self) -> tuple[tuple[str, ...], bool]:
         """Called by a driver that ends the helpers: ids of nodes whose agents it is to end, and whether

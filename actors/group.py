@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 
 from raywl.actors.connect import Connection, disconnect, is_connected
+from raywl.actors.deadline import Deadline
 from raywl.actors.failures import most_telling
 from raywl.actors.keeper import GroupKeeper
 from raywl.actors.names import agent_name, coordinator_name
@@ -28,9 +30,13 @@ from raywl.actors.raycalls import (
     settle,
     wait_until_ended,
 )
+from raywl.actors.reloading import reload_group
 from raywl.actors.transport import to_bytes
 from raywl.errors import ClusterError, NodeLostError, some_of
 from raywl.report import GroupReport
+
+if TYPE_CHECKING:
+    from raywl.opening import Checkpoint
 
 __all__ = ["GroupParts", "RankGroup"]
 
@@ -164,6 +170,42 @@ class RankGroup:
                 self._lost = error
             raise error
         return [self._unpickle(result, index) for index, result in enumerate(settled.results)]
+
+    def reload(
+        self,
+        ref: str | os.PathLike[str] | Checkpoint,
+        *,
+        timeout_s: float = 600.0,
+        **source: Any,
+    ) -> GroupReport:
+        """Loads another checkpoint into the live ranks, in place: parameters keep their addresses.
+
+        Every rank checks it first; only when it fits all of them does any of them write. A checkpoint that
+        doesn't fit leaves the old weights as they are, bit for bit.
+
+        Args:
+            ref: As for `launch`; names and cuts are bound as they were then.
+            timeout_s: Bounds the whole reload.
+            **source: Keyword arguments of `open_checkpoint`.
+
+        Returns:
+            The new report, which is `report` from then on.
+
+        Raises:
+            RaywlError: As `reload_into`, with rank and node; `partly_loaded` tells whether anything may
+                have been written.
+            NodeLostError: A rank has died; the group can only be shut down then.
+            StagingTimeout: `timeout_s` passed.
+        """
+        with self._submitting:
+            self._check_usable()
+            deadline = Deadline(timeout_s, "reload")
+            try:
+                self.report = reload_group(self._parts, ref, source, deadline)
+            except NodeLostError as error:
+                self._lost = error
+                raise
+            return self.report
 
     def status(self) -> dict[str, Any]:
         """Ranks, agents of their nodes, and what the coordinator knows, as JSON values; within seconds."""

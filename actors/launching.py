@@ -13,29 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raywl.actors.agent import Opened, SourceRequest
 from raywl.actors.connect import Connection, connect, is_connected
 from raywl.actors.deadline import Deadline
-from raywl.actors.failures import Place, most_telling
+from raywl.actors.failures import Place
 from raywl.actors.group import GroupParts, RankGroup
 from raywl.actors.keeper import GroupKeeper
+from raywl.actors.opening import COORDINATOR, open_on_nodes
 from raywl.actors.rank import Job, RankSpec, Rendezvous
 from raywl.actors.raycalls import (
     Node,
     ProgressPoll,
     alive_nodes,
-    from_ray,
     gather,
     has_gpus,
-    hold_agents,
     make_coordinator,
     make_rank,
     place_ranks,
-    settle,
 )
+from raywl.actors.requests import SourceRequest, request_for_nodes
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Group, rank_order
-from raywl.errors import MissingWeightsError, NodeLostError, NotFoundError, RaywlError, some_of
+from raywl.errors import MissingWeightsError, NodeLostError, some_of
 from raywl.progress import Progress, make_progress
 from raywl.report import GroupReport, LoadReport
 from raywl.types import ParallelContext
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_COORDINATOR = Place("of the coordinator")
 _TRIES = 3
 
 
@@ -165,7 +162,7 @@ def launch(
         if name in source:
             raise TypeError(f"launch() takes no {name!r}: each rank has its own")
     ask = _Ask(
-        request=request_for_all_nodes(uuid.uuid4().hex, ref, source),
+        request=request_for_nodes(uuid.uuid4().hex, ref, source),
         factory=model_factory,
         sizes={"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size, "ep_size": ep_size},
         replicas=replicas,
@@ -222,7 +219,7 @@ class _Launch:
         group = Group(
             parts.name,
             f"{socket.gethostname()}:{os.getpid()}",
-            ask.request.ref,
+            ask.request.label,
             num_ranks=ask.num_ranks,
             idle_s=ask.agent_idle_s,
         )
@@ -248,7 +245,7 @@ class _Launch:
         ]
         starting = [rank.start.remote() for rank in parts.ranks]
         deadline.enter("open")
-        identity = self._open(ask.request)
+        identity = open_on_nodes(ask.request, parts.nodes, deadline)
         deadline.enter("start ranks")
         places = [spec.place for spec in parts.specs]
         parts.facts = gather(starting, places, deadline)
@@ -263,7 +260,7 @@ class _Launch:
         """Registers the group; again where the coordinator was just ending."""
         for attempt in range(1, _TRIES + 1):
             try:
-                gather([make_coordinator().keep.remote(group)], [_COORDINATOR], self._deadline)
+                gather([make_coordinator().keep.remote(group)], [COORDINATOR], self._deadline)
                 return
             except NodeLostError:
                 if attempt == _TRIES:
@@ -297,27 +294,6 @@ class _Launch:
             )
             parts.specs.append(RankSpec(rank, context, node_id, node.label, node.address))
         parts.nodes = [nodes[node_id] for node_id in dict.fromkeys(node_ids)]
-
-    def _open(self, request: SourceRequest) -> str:
-        """Every node opens the checkpoint; returns the identity that all found."""
-        nodes, deadline = self._parts.nodes, self._deadline
-        agents = hold_agents(nodes, deadline)
-        places = [Place(node.label) for node in nodes]
-        opening = [agent.open.remote(request) for agent in agents]
-        settled = settle(opening, places, deadline, wait_for_all=True)
-        if settled.failures:
-            raise _opening_error(request.ref, settled.failures, nodes)
-        opened: list[Opened] = settled.results
-        identities = {node.node_id: found.identity for node, found in zip(nodes, opened, strict=True)}
-        labels = {node.node_id: node.label for node in nodes}
-        asked = make_coordinator().agree.remote(self._parts.name, identities, labels)
-        try:
-            identity: str = ray.get(asked, timeout=max(1.0, deadline.remaining_s()))
-        except ray.exceptions.RayError as error:
-            told = from_ray(error, _COORDINATOR)
-            told.where = None
-            raise told from None
-        return identity
 
     def _init_distributed(self, num_gpus_per_rank: float) -> None:
         ask, parts, deadline = self._ask, self._parts, self._deadline
@@ -362,10 +338,12 @@ class _Launch:
         if unexpected:
             text = "tensors that have no place on any rank"
             if ask.strict == "exact":
-                raise MissingWeightsError(ask.request.ref, unexpected, text)
-            warnings.warn(f"{len(unexpected)} {text}: {ask.request.ref}: {some_of(unexpected)}", stacklevel=5)
+                raise MissingWeightsError(ask.request.label, unexpected, text)
+            warnings.warn(
+                f"{len(unexpected)} {text}: {ask.request.label}: {some_of(unexpected)}", stacklevel=5
+            )
         return GroupReport(
-            ask.request.ref,
+            ask.request.label,
             identity,
             ranks=reports,
             unexpected=unexpected,
@@ -384,44 +362,8 @@ def _keep_once(connection: Connection, group: Group) -> bool:
     return True
 
 
-def request_for_all_nodes(
-    group: str, ref: str | os.PathLike[str], options: Mapping[str, Any]
-) -> SourceRequest:
-    """What every node is asked to open.
-
-    Args:
-        group: For whom.
-        ref: As the user named it. A relative path counts from the driver's working folder, which means
-            nothing on other nodes; `~` stays each node's own.
-        options: Keyword arguments of `open_checkpoint`.
-    """
-    told = os.fspath(ref)
-    if not isinstance(told, str):
-        raise TypeError(f"ref must be a path, not {type(ref).__name__}")
-    return SourceRequest(group, told if told.startswith("~") else os.path.abspath(told), dict(options))
-
-
 def _given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:
-    """One error for what several nodes said."""
-    lacking = {index: error for index, error in failures.items() if isinstance(error, NotFoundError)}
-    if not lacking or len(nodes) == 1:
-        return most_telling(failures)
-    if len(lacking) == len(nodes):
-        told = NotFoundError(ref, f"not found on any of {len(nodes)} nodes", local=True)
-    else:
-        names = some_of([nodes[index].label for index in sorted(lacking)])
-        told = NotFoundError(
-            ref,
-            f"not found on {len(lacking)} of {len(nodes)} nodes: {names}; it must be at that path on each",
-            local=True,
-        )
-    for error in failures.values():
-        told.add_note(str(error))
-    return told
 
 
 def _unexpected(reports: Sequence[LoadReport]) -> list[str]:

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raywl.actors.agent import SourceRequest
 from raywl.actors.devices import cuda_index, interface_of, num_cores, num_threads
 from raywl.actors.failures import Place, as_raywl_error
+from raywl.actors.requests import SourceRequest
 from raywl.errors import ClusterError
 from raywl.types import ParallelContext
 
 if TYPE_CHECKING:
     import torch
 
+    from raywl.loading.reload import ReloadReport
+    from raywl.opening import Checkpoint
     from raywl.report import LoadReport
 
 __all__ = ["Job", "RankFacts", "RankLink", "RankLoader", "RankSpec", "Rendezvous"]
@@ -97,12 +99,15 @@ class RankLoader:
     3. `serve_store` (the first rank of each replica) and `join` set up `torch.distributed`.
     4. `load` builds the model and fills it; `progress` says how far it is, from another thread.
     5. `run` calls functions on the model, one after the other.
-    6. The driver ends it by killing the process; when the driver dies, Ray does.
+    6. `check_reload` looks whether another checkpoint fits, on all ranks of the group; `reload` then writes
+       it in place.
+    7. The driver ends it by killing the process; when the driver dies, Ray does.
     """
 
     def __init__(self, spec: RankSpec, link: RankLink) -> None:
         self._spec, self._link = spec, link
         self._model: torch.nn.Module | None = None
+        self._arguments: dict[str, Any] = {}
         self._device = "cpu"
         self._store: Any = None
         self._progress = (0, 0, "start")
@@ -169,9 +174,7 @@ class RankLoader:
         self._model = None
         with self._as_raywl("reading the model factory"):
             factory, arguments = pickle.loads(job.work)  # noqa: S301 (from the own driver)
-        with self._as_raywl("asking the node's agent"):
-            pickled = self._link.checkpoint(self._spec.node_id, job.request, job.identity, job.timeout_s)
-            checkpoint = pickle.loads(pickled)  # noqa: S301 (from the own node's agent)
+        checkpoint = self._checkpoint(job)
         with self._as_raywl("model_factory"), self._spec.context:
             import torch
 
@@ -191,8 +194,54 @@ class RankLoader:
                 **{"device": self._device, **arguments},
             )
         report.node = self._spec.node
-        self._model = model
+        self._model, self._arguments = model, arguments
         return report
+
+    def check_reload(self, job: Job) -> None:
+        """Checks that a checkpoint can be loaded in place; writes nothing.
+
+        Raises:
+            RaywlError: As `raywl.loading.check_reload`; with rank and node.
+        """
+        checkpoint = self._checkpoint(job)
+        with self._as_raywl("check_reload"), self._spec.context:
+            from raywl.loading import check_reload
+
+            arguments = {k: v for k, v in self._arguments.items() if k not in ("device", "strategy")}
+            check_reload(self._loaded(), checkpoint, parallel=self._spec.context, **arguments)
+
+    def reload(self, job: Job) -> ReloadReport:
+        """Loads a checkpoint in place, after `check_reload`.
+
+        Raises:
+            RaywlError: As `raywl.reload_into`; with rank and node.
+        """
+        checkpoint = self._checkpoint(job)
+        with self._as_raywl("reload_into"), self._spec.context:
+            from raywl.loading import reload_into
+
+            arguments = {k: v for k, v in self._arguments.items() if k != "device"}
+            report = reload_into(
+                self._loaded(),
+                checkpoint,
+                parallel=self._spec.context,
+                progress=self._note_progress,
+                **arguments,
+            )
+        report.node = self._spec.node
+        return report
+
+    def _loaded(self) -> torch.nn.Module:
+        if self._model is None:
+            raise ClusterError("this rank has no loaded model")
+        return self._model
+
+    def _checkpoint(self, job: Job) -> Checkpoint:
+        """What the node's agent has opened."""
+        with self._as_raywl("asking the node's agent"):
+            pickled = self._link.checkpoint(self._spec.node_id, job.request, job.identity, job.timeout_s)
+            checkpoint: Checkpoint = pickle.loads(pickled)  # noqa: S301 (from the own node's agent)
+            return checkpoint
 
     def run(self, call: bytes) -> bytes:
         """Calls a function with the model.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +16,14 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raywl.actors.agent import NodeAgent, SourceRequest
+from raywl.actors.agent import NodeAgent
 from raywl.actors.coordinator import LoadCoordinator
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, as_raywl_error, most_telling
 from raywl.actors.names import NAMESPACE, agent_name, coordinator_name, mine
 from raywl.actors.rank import RankLoader, RankSpec
+from raywl.actors.requests import SourceRequest
+from raywl.actors.shelf import TableParts, TableRequest
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
@@ -33,6 +38,7 @@ __all__ = [
     "ask_progress",
     "end_actor",
     "find_actor",
+    "find_agents",
     "from_ray",
     "gather",
     "has_gpus",
@@ -52,8 +58,8 @@ _GRACE_S = 2.0
 _JOINING_NODES_S = 10.0
 _BUSY_CLUSTER_S = 60.0
 _SOME_RETRIES = 3
-_TRIES = 3
 _WATCH = "watch"
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +76,43 @@ class Node:
 class Link:
     """What raywl's actors do through Ray. Made by a driver, used in the actor's own process."""
 
-    def beat(self, node_id: str) -> Beat:
+    def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
         """An agent's heartbeat to the coordinator.
 
         Raises:
             ValueError: There is no coordinator.
         """
         coordinator = ray.get_actor(coordinator_name(), namespace=NAMESPACE)
-        answer: Beat = ray.get(coordinator.beat.remote(node_id), timeout=_CALL_S)
+        answer: Beat = ray.get(coordinator.beat.remote(node_id, held), timeout=_CALL_S)
         return answer
 
     def end_this_actor(self) -> None:
         """Ends the calling actor; Ray doesn't start it again."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def store_bytes(self, node_id: str) -> int:
+        """Capacity of a node's object store."""
+        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+        return int(node["Resources"].get("object_store_memory", 0))
+
+    def shm_free_bytes(self) -> int:
+        """Free bytes where the calling process's node takes its object store from."""
+        # Ray falls back to its temporary folder, of which nobody is told, where this isn't there.
+        return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
+
+    def put(self, array: Any) -> Any:
+        """Puts an array into the object store; the calling process owns it."""
+        return ray.put(array)
+
+    def get(self, ref: Any, timeout_s: float) -> Any:
+        """The array behind a reference."""
+        return ray.get(ref, timeout=timeout_s)
+
+    def table_of(self, node_id: str, request: TableRequest, timeout_s: float) -> TableParts:
+        """The parts of a table as another node's agent has them."""
+        agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+        parts: TableParts = _asked(agent.find_table.remote(request), timeout_s)
+        return parts
 
     def gpu_ids(self) -> list[str]:
         """Ray's ids of the GPUs that the calling process was given."""
@@ -95,15 +125,20 @@ class Link:
     def checkpoint(self, node_id: str, request: SourceRequest, identity: str, timeout_s: float) -> bytes:
         """The pickled checkpoint from the agent of the calling rank's own node."""
         agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
-        try:
-            pickled: bytes = ray.get(agent.checkpoint.remote(request, identity), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            raise StagingTimeout(f"the node's agent did not answer within {timeout_s:.1f} s") from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RaywlError):
-                raise error.cause from None
-            raise
+        pickled: bytes = _asked(agent.checkpoint.remote(request, identity), timeout_s)
         return pickled
+
+
+def _asked(ref: Any, timeout_s: float) -> Any:
+    """An agent's answer to another actor."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise StagingTimeout(f"the node's agent did not answer within {timeout_s:.1f} s") from None
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RaywlError):
+            raise error.cause from None
+        raise
 
 
 def alive_nodes() -> list[Node]:
@@ -136,6 +171,12 @@ def find_actor(name: str) -> Any | None:
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     return None
+
+
+def find_agents(nodes: Iterable[Node]) -> list[Any]:
+    """The handles of the agents that are there."""
+    found = [find_actor(agent_name(node.node_id)) for node in nodes]
+    return [agent for agent in found if agent is not None]
 
 
 def make_coordinator() -> Any:

@@ -13,8 +13,8 @@ from raywl._version import __version__
 from raywl.types import ParallelContext, Replicate, Shard, current_context
 
 if TYPE_CHECKING:
-    from raywl.actors import RankGroup, launch
-    from raywl.loading import load_into
+    from raywl.actors import RankGroup, SharedTable, launch, share_table
+    from raywl.loading import ReloadReport, load_into, reload_into
     from raywl.opening import Checkpoint, open_checkpoint
     from raywl.plan import LoadPlan
     from raywl.report import GroupReport, LoadReport
@@ -25,9 +25,13 @@ _HOMES = {
     "LoadPlan": "raywl.plan",
     "LoadReport": "raywl.report",
     "RankGroup": "raywl.actors",
+    "ReloadReport": "raywl.loading",
+    "SharedTable": "raywl.actors",
     "launch": "raywl.actors",
     "load_into": "raywl.loading",
     "open_checkpoint": "raywl.opening",
+    "reload_into": "raywl.loading",
+    "share_table": "raywl.actors",
 }
 
 __all__ = [
@@ -37,14 +41,18 @@ __all__ = [
     "LoadReport",
     "ParallelContext",
     "RankGroup",
+    "ReloadReport",
     "Replicate",
     "Shard",
+    "SharedTable",
     "__version__",
     "current_context",
     "errors",
     "launch",
     "load_into",
     "open_checkpoint",
+    "reload_into",
+    "share_table",
 ]
 
 

@@ -65,6 +65,7 @@ class GroupRegistry:
         self._groups: dict[str, Group] = {}
         self._identities: dict[str, dict[str, str]] = {}
         self._beats: dict[str, float] = {}
+        self._held: dict[str, tuple[str, ...]] = {}
         self._idle_since: dict[str, float] = {}
         self._idle_s = _DEFAULT_IDLE_S
         self._empty_since = now_s
@@ -136,10 +137,16 @@ class GroupRegistry:
             raise CheckpointError(ref, None, f"is not the same checkpoint on every node: {told}")
         return next(iter(nodes_of))
 
-    def beat(self, node: str, now_s: float) -> Beat:
-        """A helper on `node` lives and asks whether it is needed."""
+    def beat(self, node: str, now_s: float, held: tuple[str, ...] = ()) -> Beat:
+        """A helper on `node` lives and asks whether it is needed.
+
+        Args:
+            node: Its node.
+            now_s: The time.
+            held: What it keeps for anyone on the cluster, by name: it is needed as long as it does.
+        """
         self.expire(now_s)
-        self._beats[node] = now_s
+        self._beats[node], self._held[node] = now_s, held
         needed = self._needed(node)
         if needed:
             self._idle_since.pop(node, None)
@@ -155,6 +162,7 @@ class GroupRegistry:
         idle = tuple(node for node in self._beats if not self._needed(node))
         for node in idle:
             self._beats.pop(node)
+            self._held.pop(node, None)
             self._idle_since.pop(node, None)
         return idle
 
@@ -204,12 +212,18 @@ class GroupRegistry:
             for group in self._groups.values()
         }
         nodes = {
-            node: {"last_beat_s_ago": now_s - last_s, "needed": self._needed(node)}
+            node: {
+                "last_beat_s_ago": now_s - last_s,
+                "needed": self._needed(node),
+                "held": list(self._held.get(node, ())),
+            }
             for node, last_s in self._beats.items()
         }
         return {"leases": leases, "groups": groups, "nodes": nodes, "idle_s": self._idle_s}
 
     def _needed(self, node: str) -> bool:
+        if self._held.get(node):
+            return True
         return any(not group.nodes or node in group.nodes for group in self._groups.values())
 
     def _forget(self, name: str) -> None:

@@ -1,0 +1,67 @@
+"""Opening a checkpoint on every node of a group, and agreeing that it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import ray
+
+from raywl.actors.agent import Opened
+from raywl.actors.deadline import Deadline
+from raywl.actors.failures import Place, most_telling
+from raywl.actors.raycalls import Node, from_ray, hold_agents, make_coordinator, settle
+from raywl.actors.requests import SourceRequest
+from raywl.errors import NotFoundError, RaywlError, some_of
+
+__all__ = ["COORDINATOR", "open_on_nodes"]
+
+COORDINATOR = Place("of the coordinator")
+
+
+def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> str:
+    """Every node opens the checkpoint, and downloads it where it comes from a hub.
+
+    Returns:
+        The identity that all found.
+
+    Raises:
+        NotFoundError: Nodes lack it; they are named.
+        CheckpointError: It isn't the same on every node.
+        RaywlError: As `open_checkpoint`, of the node that failed most tellingly.
+    """
+    agents = hold_agents(nodes, deadline)
+    places = [Place(node.label) for node in nodes]
+    opening = [agent.open.remote(request) for agent in agents]
+    settled = settle(opening, places, deadline, wait_for_all=True)
+    if settled.failures:
+        raise _opening_error(request.label, settled.failures, nodes)
+    opened: list[Opened] = settled.results
+    identities = {node.node_id: found.identity for node, found in zip(nodes, opened, strict=True)}
+    labels = {node.node_id: node.label for node in nodes}
+    asked = make_coordinator().agree.remote(request.group, identities, labels)
+    try:
+        identity: str = ray.get(asked, timeout=max(1.0, deadline.remaining_s()))
+    except ray.exceptions.RayError as error:
+        told = from_ray(error, COORDINATOR)
+        told.where = None
+        raise told from None
+    return identity
+
+
+def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:
+    """One error for what several nodes said."""
+    lacking = {index: error for index, error in failures.items() if isinstance(error, NotFoundError)}
+    if not lacking or len(nodes) == 1:
+        return most_telling(failures)
+    if len(lacking) == len(nodes):
+        told = NotFoundError(ref, f"not found on any of {len(nodes)} nodes", local=True)
+    else:
+        names = some_of([nodes[index].label for index in sorted(lacking)])
+        told = NotFoundError(
+            ref,
+            f"not found on {len(lacking)} of {len(nodes)} nodes: {names}; it must be at that path on each",
+            local=True,
+        )
+    for error in failures.values():
+        told.add_note(str(error))
+    return told

@@ -1,0 +1,72 @@
+"""A checkpoint as the driver asks its nodes for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raywl.checkpoint import Manifest
+from raywl.sources import HubPin, HubSource, LocalSource, pin
+
+if TYPE_CHECKING:
+    from raywl.opening import Checkpoint
+
+__all__ = ["SourceRequest", "request_for_nodes"]
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """A checkpoint as a node is asked to open it: by name, never as another node's path."""
+
+    group: str
+    """Who wants it; a node opens it once for all who ask under this name."""
+    ref: str | HubPin
+    """A path, which every node has, or a repository at a commit."""
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Keyword arguments of `open_checkpoint`; may hold secrets, so they aren't shown."""
+
+    @property
+    def label(self) -> str:
+        """The checkpoint for people to read."""
+        return str(self.ref)
+
+
+def request_for_nodes(
+    group: str, ref: str | os.PathLike[str] | HubPin | Checkpoint, source: Mapping[str, Any]
+) -> SourceRequest:
+    """What the driver sends to its nodes for a reference as the user gave it.
+
+    A repository is looked up once, here, so that every node gets the same commit. The driver's working
+    folder means nothing elsewhere, so a relative path becomes an absolute one.
+
+    Raises:
+        NotFoundError: The hub has no such repository or revision.
+        RaywlError: As `open_checkpoint`, for what a repository's listing already tells.
+        TypeError: `ref` is none of these.
+    """
+    told: Any = ref
+    if isinstance(ref, Manifest):
+        # An open checkpoint stands for its name: its files may lie on this node alone.
+        told, source = _name_of(ref), {}
+    if not isinstance(told, HubPin | str | os.PathLike):
+        raise TypeError(f"ref must be a path, a repository or a checkpoint, not {type(ref).__name__}")
+    pinned = pin(told, **source)
+    if pinned is not None:
+        return SourceRequest(group, pinned)
+    path: Any = os.fspath(told)  # type: ignore[arg-type]
+    if not isinstance(path, str):
+        raise TypeError(f"ref must be a path of str, not {type(path).__name__}")
+    path = path if path.startswith("~") else os.path.abspath(path)
+    return SourceRequest(group, path, dict(source))
+
+
+def _name_of(checkpoint: Manifest) -> str | HubPin:
+    source = checkpoint.source
+    if isinstance(source, HubSource):
+        folder = checkpoint.identity.partition(source.commit)[2].strip("/")
+        return HubPin(source.repo_id, source.commit, source.commit, subfolder=folder or None)
+    if isinstance(source, LocalSource):
+        return os.path.join(source.folder, source.only or "")
+    return source.ref

@@ -1,0 +1,346 @@
+"""Shared tables: one copy on each node, mapped by all of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import ray
+
+from raywl.actors.connect import connect
+from raywl.actors.deadline import Deadline
+from raywl.actors.failures import Place
+from raywl.actors.raycalls import Node, alive_nodes, gather, hold_agents, make_agent
+from raywl.actors.requests import request_for_nodes
+from raywl.actors.shelf import TableParts, TableRequest
+from raywl.errors import CapacityError, ClusterError, CorruptFileError
+from raywl.tables import PlasmaBudget, RowReader, TableLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from raywl.opening import Checkpoint
+
+__all__ = ["SharedTable", "share_table"]
+
+_PLACEMENTS = ("auto", "plasma", "file")
+_MAP_S = 600.0
+
+
+def share_table(
+    ref_or_tensor: str | os.PathLike[str] | Checkpoint | torch.Tensor,
+    tensor_name: str | None = None,
+    *,
+    name: str | None = None,
+    rows_per_chunk: int | None = None,
+    placement: str = "auto",
+    timeout_s: float = 600.0,
+    **source: Any,
+) -> SharedTable:
+    """Shares a table with all processes of the cluster: one read-only copy on each node.
+
+    The copies belong to raywl's agents on the nodes, not to this process: they outlive it, until the
+    table is closed or the cluster ends.
+
+    Args:
+        ref_or_tensor: A checkpoint, as `launch` takes it: every node opens it itself. Or a tensor, which is
+            copied to every node.
+        tensor_name: Which tensor of the checkpoint; its dim 0 are the rows.
+        name: The table's handle on the cluster; by default made of the checkpoint's identity and the
+            tensor's name, so that sharing it twice gives the same table.
+        rows_per_chunk: Rows in one object; by default as many as make 64 MiB.
+        placement: `"plasma"`: in the object store, which must have room. `"file"`: as a read-only mapping
+            of the node's file. `"auto"`: the first where it fits on every node, else the second; `notes`
+            says which.
+        timeout_s: Bounds the whole call.
+        **source: Keyword arguments of `open_checkpoint`.
+
+    Raises:
+        CapacityError: `"plasma"`, or a tensor in memory, and the store of a node is too small. Nothing
+            was read.
+        CheckpointError: There is no such tensor, or it isn't the same on every node.
+        NotFoundError: A node lacks the checkpoint.
+        ValueError: An unknown placement, or arguments that don't go together.
+        ClusterError: Another table has the name; or as `launch`.
+    """
+    if placement not in _PLACEMENTS:
+        raise ValueError(f"unknown placement {placement!r}: expected one of {', '.join(_PLACEMENTS)}")
+    deadline = Deadline(timeout_s, "share_table")
+    deadline.enter("connect")
+    connect(None, num_cpus=1, deadline=deadline)
+    nodes = alive_nodes()
+    deadline.enter("agents")
+    agents = hold_agents(nodes, deadline)
+    places = [Place(node.label) for node in nodes]
+    if hasattr(ref_or_tensor, "untyped_storage"):
+        if tensor_name is not None or source:
+            raise ValueError("a tensor in memory has no tensor_name and no source arguments")
+        request, rows = _of_tensor(ref_or_tensor, name, rows_per_chunk, placement)
+    else:
+        if tensor_name is None:
+            raise ValueError("tensor_name says which tensor of the checkpoint is the table")
+        deadline.enter("open")
+        request = _of_checkpoint(
+            ref_or_tensor, tensor_name, name, rows_per_chunk, placement, source, agents, places, deadline
+        )
+        rows = []
+    deadline.enter("room")
+    budgets = gather([agent.table_budget.remote() for agent in agents], places, deadline)
+    request, notes = _placed(request, placement, budgets)
+    deadline.enter("share")
+    try:
+        _share_on_all(request, rows, agents, places, nodes, deadline)
+    except BaseException:
+        for agent in agents:
+            agent.drop_table.remote(request.name)
+        raise
+    return SharedTable(request, notes, is_maker=True)
+
+
+class SharedTable:
+    """A table that all processes of a node share. Read-only; pickles without the data.
+
+    In the process that reads, the rows are mapped at the first use: from the node's object store, or
+    from its file. A copy in another process, on another node as well, maps that node's memory.
+    """
+
+    def __init__(self, request: TableRequest, notes: Sequence[str] = (), *, is_maker: bool = False) -> None:
+        self._request, self._is_maker = request, is_maker
+        self.notes = list(notes)
+        """What was chosen automatically, and why."""
+        self._lock = threading.Lock()
+        self._mapped: tuple[RowReader, list[np.ndarray[Any, Any]]] | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """Its handle on the cluster."""
+        return self._request.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(rows, ...)`, in torch's elements."""
+        return self._request.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its elements."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self._request.layout.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows: what each node holds."""
+        return self._request.layout.nbytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self._request.layout.num_chunks
+
+    @property
+    def placement(self) -> str:
+        """`"plasma"` or `"file"`."""
+        return self._request.placement
+
+    def gather(self, row_ids: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies rows into a tensor of this process.
+
+        Args:
+            row_ids: Integers of any shape: a tensor, an array, or a list.
+            out: A contiguous CPU tensor of shape `(*row_ids.shape, *table.shape[1:])` to fill.
+
+        Raises:
+            CheckpointError: A row id is outside the table.
+            ShapeMismatchError: `out` has another shape.
+            NodeLostError: The table isn't mapped yet, and the node's agent is gone.
+        """
+        return self._map()[0].gather(row_ids, out)
+
+    def chunk(self, index: int) -> np.ndarray[Any, Any]:
+        """One chunk's bytes, `(rows, bytes of a row)`, uint8, read-only, without a copy.
+
+        Raises:
+            IndexError: There is no such chunk.
+        """
+        start, end = self._request.layout.rows_of(index)
+        return self._map()[1][index].reshape(end - start, self._request.layout.row_bytes)
+
+    def close(self, everywhere: bool | None = None) -> None:
+        """Lets go of the mapping; and of the table itself, when this is the handle that made it.
+
+        Processes that have it mapped keep what they have.
+
+        Args:
+            everywhere: End the table on all nodes; by default only from the handle that
+                `share_table` returned.
+        """
+        with self._lock:
+            self._mapped, first = None, not self._closed
+            self._closed = True
+        if (self._is_maker if everywhere is None else everywhere) and first and ray.is_initialized():
+            asked = []
+            for node in alive_nodes():
+                with contextlib.suppress(Exception):
+                    asked.append(make_agent(node).drop_table.remote(self.name))
+            ray.wait(asked, num_returns=max(1, len(asked)), timeout=10.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedTable, (self._request, self.notes)
+
+    def __repr__(self) -> str:
+        layout = self._request.layout
+        return f"<SharedTable {self.name!r}: {list(layout.shape)} {layout.dtype}, {self.placement}>"
+
+    def _map(self) -> tuple[RowReader, list[np.ndarray[Any, Any]]]:
+        with self._lock:
+            if self._closed:
+                raise ClusterError(f"table {self.name!r} is closed in this process")
+            if self._mapped is None:
+                chunks = self._chunks(self._parts())
+                self._mapped = (RowReader(self._request.layout, chunks), chunks)
+            return self._mapped
+
+    def _parts(self) -> TableParts:
+        """Asks the agent of this process's own node, which makes the table where it isn't."""
+        if not ray.is_initialized():
+            raise ClusterError(
+                f"table {self.name!r} is read in a process that isn't part of a Ray cluster: "
+                "call ray.init first"
+            )
+        mine = ray.get_runtime_context().get_node_id()
+        node = next((node for node in alive_nodes() if node.node_id == mine), None)
+        if node is None:
+            raise ClusterError(f"this process's node {mine} is not among the cluster's live nodes")
+        deadline = Deadline(_MAP_S, f"mapping table {self.name!r}")
+        deadline.enter("ask the node's agent")
+        (agent,) = hold_agents([node], deadline)
+        parts: TableParts = gather([agent.find_table.remote(self._request)], [Place(node.label)], deadline)[0]
+        return parts
+
+    def _chunks(self, parts: TableParts) -> list[np.ndarray[Any, Any]]:
+        if parts.path is None:
+            chunks = [np.asarray(chunk) for chunk in ray.get(list(parts.refs), timeout=_MAP_S)]
+        else:
+            chunks = self._file_chunks(parts.path, parts)
+        for chunk in chunks:
+            chunk.flags.writeable = False
+        return chunks
+
+    def _file_chunks(self, path: str, parts: TableParts) -> list[np.ndarray[Any, Any]]:
+        layout = self._request.layout
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != parts.file_bytes:
+                raise CorruptFileError(path, layout.name, f"expected {parts.file_bytes} bytes, has {size}")
+            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        whole = np.frombuffer(mapping, dtype=np.uint8)
+        spans = [layout.bytes_of(index) for index in range(layout.num_chunks)]
+        return [whole[parts.start + start : parts.start + end] for start, end in spans]
+
+
+def _of_checkpoint(
+    ref: Any,
+    tensor_name: str,
+    name: str | None,
+    rows_per_chunk: int | None,
+    placement: str,
+    source: dict[str, Any],
+    agents: Sequence[Any],
+    places: Sequence[Place],
+    deadline: Deadline,
+) -> TableRequest:
+    """Every node opens the checkpoint, and they agree on it."""
+    handle = f"table-{uuid.uuid4().hex}"
+    request = request_for_nodes(handle, ref, source)
+    try:
+        found = gather([agent.table_entry.remote(request, tensor_name) for agent in agents], places, deadline)
+    finally:
+        for agent in agents:
+            agent.close.remote(handle)
+    entry, identity = found[0]
+    for (_, other), place in zip(found, places, strict=True):
+        if other != identity:
+            raise ClusterError(
+                f"{request.label} is not the same checkpoint on every node: {identity} on {places[0]}, "
+                f"{other} on {place}"
+            )
+    layout = TableLayout.of_entry(tensor_name, entry, rows_per_chunk)
+    default = hashlib.sha256(f"{identity}\0{tensor_name}\0{layout.rows_per_chunk}".encode()).hexdigest()[:32]
+    return TableRequest(name or default, layout, placement, identity, source=request)
+
+
+def _of_tensor(
+    tensor: Any, name: str | None, rows_per_chunk: int | None, placement: str
+) -> tuple[TableRequest, list[Any]]:
+    """The table of a tensor in this process, whose chunks go through the object store to its home node."""
+    import torch
+
+    if placement == "file":
+        raise ValueError("a tensor in memory has no file: placement must be 'plasma' or 'auto'")
+    label = name or "tensor"
+    layout = TableLayout.of(
+        label, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), rows_per_chunk
+    )
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    identity = f"tensor:{uuid.uuid4().hex}"
+    home = ray.get_runtime_context().get_node_id()
+    request = TableRequest(name or identity, layout, "plasma", identity, home=home)
+    return request, [raw[slice(*layout.bytes_of(index))] for index in range(layout.num_chunks)]
+
+
+def _placed(
+    request: TableRequest, placement: str, budgets: Sequence[PlasmaBudget]
+) -> tuple[TableRequest, list[str]]:
+    """The request with its placement decided, by what every node's store has room for."""
+    from dataclasses import replace
+
+    if placement == "file":
+        return replace(request, placement="file"), []
+    try:
+        for budget in budgets:
+            budget.check(request.layout)
+    except CapacityError as error:
+        if placement == "plasma" or request.source is None:
+            raise
+        return replace(request, placement="file"), [f"placement 'file': {error}"]
+    room = min((budget.free_bytes for budget in budgets), default=0)
+    note = f"placement 'plasma': {request.layout.nbytes} bytes fit, at least {room} are free on every node"
+    return replace(request, placement="plasma"), [note] if placement == "auto" else []
+
+
+def _share_on_all(
+    request: TableRequest,
+    rows: Sequence[Any],
+    agents: Sequence[Any],
+    places: Sequence[Place],
+    nodes: Sequence[Node],
+    deadline: Deadline,
+) -> None:
+    """Fills every node; for a tensor in memory its home node first, which the others copy from."""
+    waiting = list(zip(agents, places, nodes, strict=True))
+    if request.home is not None:
+        home = next(item for item in waiting if item[2].node_id == request.home)
+        refs = [ray.put(row) for row in rows]
+        gather([home[0].share_table.remote(request, refs)], [home[1]], deadline)
+        waiting.remove(home)
+    gather(
+        [agent.share_table.remote(request) for agent, _, _ in waiting],
+        [place for _, place, _ in waiting],
+        deadline,
+    )

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
 
 
 def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
@@ -51,3 +58,34 @@ def test_what_fails_on_a_rank_keeps_its_class(raywl, checkpoint, tmp_path):
     assert done.error["class"] == "MissingWeightsError"
     assert done.error["names"] == ["weight", "bias"]
     assert "rank 0" in done.error["where"]
+
+
+def test_an_interrupted_load_leaves_nothing_behind(checkpoint, tmp_path):
+    """The interrupt arrives while a rank makes its model, which tells the driver by a file."""
+    (tmp_path / "my_model.py").write_text(
+        "import os, threading\n"
+        f"PIPE = {str(tmp_path / 'pipe')!r}\n"
+        "def make(context):\n"
+        "    with open(PIPE, 'w') as pipe:\n"
+        "        pipe.write(str(os.getpid()))\n"
+        "    threading.Event().wait(100)\n"
+    )
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-m", "raywl", "load", str(checkpoint), "--model", "my_model:make", "--json"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        # Open for both, so that neither opening nor a rank that never writes blocks for ever.
+        pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+        told, _, _ = select.select([pipe], [], [], 100)
+        if not told:
+            process.kill()
+        assert told, process.communicate()
+        rank = psutil.Process(int(os.read(pipe, 32)))
+        os.close(pipe)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 130, stderr
+    assert json.loads(stdout)["error"]["class"] == "KeyboardInterrupt"
+    assert "Traceback" not in stderr
+    assert psutil.wait_procs([rank], timeout=30)[1] == []

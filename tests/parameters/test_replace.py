@@ -162,6 +162,15 @@ def test_a_view_of_the_old_storage_is_taken_as_it_is():
     assert layer.weight.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_another_part_of_the_old_storage_is_taken_and_not_copied():
+    """Both parts may be read by somebody: neither is written to."""
+    base = torch.arange(8.0)
+    layer = layer_with(base[:4])
+    replace_parameter(layer, "weight", base[4:].view(2, 2))
+    assert base.tolist() == list(range(8))
+    assert layer.weight.data_ptr() == base[4:].data_ptr()
+
+
 def test_a_neighbouring_view_of_the_same_storage_is_copied_whole():
     """Source and destination overlap by three elements."""
     base = torch.arange(6.0)

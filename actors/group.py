@@ -88,7 +88,7 @@ class GroupParts:
             end_actor(rank)
         if self.placement is not None:
             self.placement.remove(_END_S)
-        wait_until_ended(self.ranks, _END_S)
+        wait_until_ended(self.ranks, ask_progress, _END_S)
 
     def _deregister(self) -> None:
         asked = []
@@ -112,8 +112,7 @@ def _end_idle_helpers() -> None:
             ending.append(coordinator)
         for helper in ending:
             end_actor(helper)
-        if ending:
-            ray.wait([helper.hello.remote() for helper in ending], num_returns=len(ending), timeout=_END_S)
+        wait_until_ended(ending, lambda helper: helper.hello.remote(), _END_S)
 
 
 class RankGroup:

@@ -368,10 +368,20 @@ def ask_progress(rank: Any) -> Any:
     return rank.progress.options(concurrency_group=_WATCH).remote()
 
 
-def wait_until_ended(ranks: Sequence[Any], timeout_s: float) -> None:
-    """Waits until killed ranks are gone."""
-    with contextlib.suppress(Exception):
-        ray.wait([ask_progress(rank) for rank in ranks], num_returns=len(ranks), timeout=timeout_s)
+def wait_until_ended(handles: Sequence[Any], ask: Callable[[Any], Any], timeout_s: float) -> None:
+    """Waits until killed actors are gone.
+
+    Args:
+        handles: Their handles.
+        ask: Makes a call to one that returns at once. A first answer may still come after the kill.
+        timeout_s: For all together.
+    """
+    give_up_s = time.monotonic() + timeout_s
+    for handle in handles:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            while (left_s := give_up_s - time.monotonic()) > 0:
+                ray.get(ask(handle), timeout=left_s)
+                time.sleep(0.05)
 
 
 # --- waiting ---

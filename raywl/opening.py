@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raywl.checkpoint import Manifest
 from raywl.plan import LoadPlan, declare_plan
-from raywl.sources import resolve
+from raywl.sources import HubPin, resolve
 from raywl.types import ParallelContext
 from raywl.verifying import VerifyReport, verify
 
@@ -81,23 +81,55 @@ class Checkpoint(Manifest):
 
 
 def open_checkpoint(
-    ref: str | os.PathLike[str],
+    ref: str | os.PathLike[str] | HubPin,
     *,
+    revision: str | None = None,
     subfolder: str | None = None,
-    allow_patterns: Sequence[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | None = None,
+    allow_patterns: str | Sequence[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    offline: bool | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint by reading its index and headers, never the data.
 
+    A repository's weights, configs and tokenizer are downloaded first, as far as the hub's cache hasn't got
+    them: by one process for all that share the cache, while the others wait.
+
     Args:
-        ref: A folder, or one safetensors file.
+        ref: A folder or one safetensors file; or a repository of the hub, as `org/name`,
+            `org/name@revision` or `hf://org/name@revision`; or what `raywl.sources.pin` made of one. What is
+            there as a local path is always taken as one.
+        revision: Branch, tag or commit of a repository; `main` by default.
         subfolder: A folder inside of it.
+        cache_dir: The hub's cache folder; by default where its own client has it.
+        token: For the hub; by default the one that its own client finds.
         allow_patterns: Only weight files whose names match one of these.
+        storage_options: Refused, as neither local paths nor the hub have any.
+        offline: Whether to use what the hub's cache holds and to ask nobody; by default as `HF_HUB_OFFLINE`
+            says.
 
     Raises:
-        NotFoundError: There is no such path.
+        ValueError: A ref of an unknown kind, or options that mean nothing for it.
+        NotFoundError: There is no such path, repository or revision.
+        AuthError: The hub wants a token, or another one.
+        OfflineError: Working offline, and the cache doesn't hold the checkpoint.
+        SourceError: The hub can't be reached, or failed.
+        LockError: Another process went on downloading the same for an hour, or the cache can't be locked.
         MissingFileError: Files of the checkpoint are absent.
         CorruptFileError: A header or the index is damaged.
         CheckpointError: There are no weights, or files and index contradict each other.
     """
-    source = resolve(ref, subfolder=subfolder)
+    source = resolve(
+        ref,
+        revision=revision,
+        subfolder=subfolder,
+        cache_dir=cache_dir,
+        token=token,
+        allow_patterns=allow_patterns,
+        storage_options=storage_options,
+        offline=offline,
+    )
+    if isinstance(ref, HubPin):
+        allow_patterns = ref.allow_patterns
     return Checkpoint.read(source, allow_patterns)

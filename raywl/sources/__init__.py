@@ -1,7 +1,8 @@
 """Where a checkpoint comes from."""
 
 from raywl.sources.base import Source
+from raywl.sources.hub import HubPin, HubSource
 from raywl.sources.local import LocalSource
-from raywl.sources.resolve import resolve
+from raywl.sources.resolve import pin, resolve
 
-__all__ = ["LocalSource", "Source", "resolve"]
+__all__ = ["HubPin", "HubSource", "LocalSource", "Source", "pin", "resolve"]

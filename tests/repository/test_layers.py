@@ -28,7 +28,7 @@ LAYERS = [
 """From the bottom up; parts of one layer may import each other only as `SIDEWAYS` says."""
 
 SIDEWAYS = {("opening", "verifying")}
-LIGHT = ["checkpoint", "coordination", "errors", "node", "plan", "sources", "text", "types"]
+LIGHT = ["checkpoint", "coordination", "errors", "locks", "node", "plan", "sources", "text", "types"]
 """Parts that import neither torch nor ray, so that planning and inspecting start at once."""
 
 

@@ -1,0 +1,71 @@
+"""Which files of a listing are a checkpoint's weights, and which small ones belong to them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import posixpath
+from collections.abc import Collection, Iterable, Sequence
+
+__all__ = ["INDEX_NAME", "companions", "folder_names", "indexed_files", "weight_files"]
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "tokenizer.*")
+_NEVER = (".safetensors", ".bin", ".pt", ".pth", ".py")
+
+
+def folder_names(listing: Iterable[str], subfolder: str | None) -> list[str]:
+    """Names of a listing that are in `subfolder` or below it, as seen from there; all without one.
+
+    Names that would lead out of the folder are left out.
+    """
+    prefix = f"{posixpath.normpath(subfolder)}/" if subfolder else ""
+    inside = (name[len(prefix) :] for name in listing if name.startswith(prefix))
+    return [
+        name for name in inside if name and not {"", ".", ".."} & set(name.split("/")) and "\\" not in name
+    ]
+
+
+def indexed_files(raw: bytes) -> set[str] | None:
+    """The files that an index names; `None` if it is damaged, which reading the checkpoint then reports."""
+    try:
+        weight_map = json.loads(raw)["weight_map"]
+        return {posixpath.normpath(name) for name in weight_map.values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def weight_files(
+    names: Collection[str], indexed: Collection[str] | None, allow_patterns: Sequence[str] = ()
+) -> list[str]:
+    """The weight files to fetch.
+
+    Args:
+        names: What the folder holds.
+        indexed: The files that its index names, whether they are there or not; `None` without an index.
+        allow_patterns: Only files that match one of these; all when empty.
+
+    Returns:
+        Exactly the index's files, else the folder's own safetensors files, without copies in another naming
+        (`consolidated*`) where there are others.
+    """
+    if indexed:
+        chosen = sorted(indexed)
+    else:
+        found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+        chosen = [name for name in found if not name.startswith("consolidated")] or found
+    if allow_patterns:
+        chosen = [name for name in chosen if any(fnmatch.fnmatchcase(name, p) for p in allow_patterns)]
+    return chosen
+
+
+def companions(names: Iterable[str]) -> list[str]:
+    """Configs, tokenizers and other small files beside the weights; never code."""
+    return sorted(
+        name
+        for name in names
+        if "/" not in name
+        and not name.endswith(_NEVER)
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+    )

@@ -1,0 +1,232 @@
+"""What goes wrong with a hub, each with its own error, without secrets, and with a second try that works."""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from raywl.errors import AuthError, NotFoundError, OfflineError, RaywlError, SourceError
+from raywl.opening import open_checkpoint
+from raywl.sources import pin
+from raywl.sources.hub_errors import without_secrets
+from tests.hub_server import SIGNATURE
+from tests.sources.conftest import FETCHED, shard, sharded
+
+TOKEN = "hf_s3cretT0ken"
+
+
+def failure(ref="org/name", **options) -> RaywlError:
+    """The error of opening; whatever it is, it shows no secret."""
+    with pytest.raises(RaywlError) as caught:
+        open_checkpoint(ref, **options)
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(caught.value))
+    for secret in (TOKEN, SIGNATURE, "passw0rd"):
+        assert secret not in shown
+    return caught.value
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_no_such_repository(client, token):
+    """The hub answers strangers with 401, as it does for private ones; it still is "not found"."""
+    client.tokens.add(TOKEN)
+    error = failure("org/nothing", token=token)
+    assert type(error) is NotFoundError
+    assert not error.local
+    assert (error.endpoint, error.status) == (client.url, 401 if token is None else 404)
+    assert "no such repository" in str(error)
+    assert "private" in str(error)
+
+
+@pytest.mark.parametrize("use", [open_checkpoint, pin])
+def test_no_such_revision(client, use):
+    client.add("org/name", sharded())
+    with pytest.raises(NotFoundError, match="no revision 'v9'") as caught:
+        use("org/name", revision="v9")
+    assert caught.value.status == 404
+
+
+@pytest.mark.parametrize(("token", "status"), [(None, 401), (TOKEN, 403)])
+def test_gated(client, token, status):
+    client.tokens.add(TOKEN)
+    client.add("org/name", sharded(), gated=True)
+    error = failure(token=token)
+    assert type(error) is AuthError
+    assert error.status == status
+    for said in ("gated", f"{client.url}/org/name", "HF_TOKEN"):
+        assert said in str(error)
+
+
+def test_a_token_that_is_no_token(client):
+    client.add("org/name", sharded())
+    error = failure(token=TOKEN)
+    assert type(error) is AuthError
+    assert error.status == 401
+    assert "Invalid credentials" in str(error)
+    assert "HF_TOKEN" in str(error)
+
+
+def test_a_token_of_the_environment_is_not_shown_either(client, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    client.add("org/name", sharded())
+    assert type(failure()) is AuthError
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_refusals_without_a_code(client, status):
+    client.add("org/name", sharded())
+    client.fail("/api/models/*", str(status))
+    error = failure()
+    assert type(error) is AuthError
+    assert error.status == status
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_a_failing_hub(client, status):
+    client.add("org/name", sharded())
+    client.fail("/api/models/*", str(status), retry_after_s=7)
+    error = failure()
+    assert type(error) is SourceError
+    assert (error.status, error.endpoint) == (status, client.url)
+    assert ("try again after 7 s" in str(error)) == (status == 429)
+    client.mend()
+    open_checkpoint("org/name")
+
+
+def test_a_hub_that_does_not_answer(client, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    client.add("org/name", sharded())
+    client.fail("/api/models/*", "hang")
+    began_s = time.monotonic()
+    error = failure()
+    assert time.monotonic() - began_s < 20
+    assert type(error) is SourceError
+    assert "Timeout" in str(error)
+    assert error.endpoint == client.url
+
+
+@pytest.mark.parametrize("how", ["cut", "reset"])
+def test_a_hub_that_breaks_off(client, how):
+    client.add("org/name", sharded())
+    client.fail("/api/models/*", how)
+    error = failure()
+    assert type(error) is SourceError
+    assert "can't be reached" in str(error)
+
+
+def test_no_hub_there(client, monkeypatch):
+    """The endpoint is read when it is needed, and a password in it isn't shown."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://me:passw0rd@127.0.0.1:{port}")
+        error = failure()
+    assert type(error) is SourceError
+    assert error.endpoint == f"http://127.0.0.1:{port}"
+    assert "ConnectError" in str(error)
+
+
+def test_something_else_than_a_hub(client, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"{client.url}/elsewhere")
+    error = failure()
+    assert type(error) is NotFoundError
+    assert error.endpoint == f"{client.url}/elsewhere"
+
+
+def test_a_client_that_was_imported_offline(client, monkeypatch):
+    """It refuses whatever is asked of it, `offline=False` included; the error says why."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    error = failure(offline=False)
+    assert type(error) is OfflineError
+    assert "imported with HF_HUB_OFFLINE" in str(error)
+
+
+# Downloads
+
+
+def left(tmp_path):
+    """Files of the cache that are not whole, or that are links to nothing."""
+    repository = tmp_path / "hub" / "models--org--name"
+    found = [path for path in repository.rglob("*") if "incomplete" in path.name or not path.exists()]
+    if not hasattr(huggingface_hub, "get_cached_repo_tree"):
+        # Before 2.x the client keeps what it has of a file, to go on from there.
+        found = [path for path in found if not path.name.endswith(".incomplete")]
+    return found
+
+
+@pytest.mark.parametrize(("how", "status"), [("500", 500), ("403", 403), ("404", 404), ("reset", None)])
+def test_a_download_that_fails(client, tmp_path, how, status):
+    """Nothing is left behind, and a second try fetches the rest."""
+    client.add("org/name", sharded())
+    client.fail("/cdn/*model-00002*", how, method="GET")
+    error = failure()
+    assert isinstance(error, SourceError)
+    assert (error.status, error.endpoint) == (status, client.url)
+    assert "download of model-00002-of-00002.safetensors" in str(error)
+    assert left(tmp_path) == []
+    assert not list(tmp_path.rglob("snapshots/*/model-00002*"))
+
+    client.mend()
+    done = client.downloads()
+    assert set(open_checkpoint("org/name").tensors) == {"a", "b", "c"}
+    again = client.downloads() - done
+    assert set(again) <= {f"org/name/{name}" for name in FETCHED}
+    assert again["org/name/model-00002-of-00002.safetensors"] == 1
+    assert again["org/name/model.safetensors.index.json"] == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(huggingface_hub, "get_cached_repo_tree"), reason="clients before 2.x don't try again"
+)
+def test_a_cut_connection_goes_on_where_it_stopped(client):
+    # The client keeps what it gets in pieces of 10 MiB.
+    files = {"model.safetensors": shard(["a"], rows=500_000)}
+    client.add("org/name", files)
+    size = len(files["model.safetensors"])
+    client.fail("/cdn/*", "cut", times=1, after_bytes=12 << 20)
+    assert open_checkpoint("org/name").verify(deep=True).ok
+    ranges = [request.range for request in client.requests if request.path.startswith("/cdn/")]
+    assert ranges == [None, f"bytes={10 << 20}-"]
+    assert client.num_bytes("/cdn/*") == size + (2 << 20)
+
+
+def test_the_first_failure_ends_the_other_downloads(client, tmp_path):
+    """A large file that is on its way doesn't keep the error for itself until it is done."""
+    client.add("org/name", sharded(rows=500_000))
+    slow = client.fail("/cdn/*model-00001*", "hang", times=1, after_bytes=1 << 20)
+    client.fail("/cdn/*model-00002*", "500", method="GET")
+    error = failure()
+    assert "model-00002" in str(error)
+    assert slow.reached.is_set()
+    assert left(tmp_path) == []
+    assert not list(tmp_path.rglob("snapshots/*/model-0000*"))
+
+
+def test_a_full_disk(client, tmp_path):
+    """The folder is a file: as good as a disk that takes nothing."""
+    client.add("org/name", sharded())
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "models--org--name").touch()
+    error = failure()
+    assert type(error) is SourceError
+    assert str(tmp_path / "hub" / "models--org--name") in str(error)
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GET https://cdn.x/a/b?X-Sig=abc&k=v failed", "GET https://cdn.x/a/b failed"),
+        ("'http://me:pw@host:1/x'", "'http://host:1/x'"),
+        (f"bearer {TOKEN}!", "bearer ***!"),
+        ("nothing to hide?", "nothing to hide?"),
+    ],
+)
+def test_secrets_are_taken_out(text, shown):
+    assert without_secrets(text, [None, "", TOKEN]) == shown

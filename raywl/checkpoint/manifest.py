@@ -37,6 +37,10 @@ class FileEntry(NamedTuple):
     """Path inside the checkpoint's folder."""
     size: int
     """Bytes, header included."""
+    data_start: int = 0
+    """First byte of the data, after the header."""
+    header_sha256: str = ""
+    """Of the header's bytes: tells whether it is still the same file when it is read later."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,10 @@ class Manifest:
         files = tuple(FileEntry(name, sizes[name] or 0) for name in names)
         with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
             headers = list(pool.map(partial(_read_one, source), files))
+        files = tuple(
+            file._replace(data_start=header.data_start, header_sha256=header.digest)
+            for file, header in zip(files, headers, strict=True)
+        )
         tensors, unindexed = _merge(source, files, headers, weight_map)
         metadata: dict[str, str] = {}
         for header in headers:

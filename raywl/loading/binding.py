@@ -23,7 +23,7 @@ from raywl.opening import Checkpoint
 from raywl.plan import LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
 from raywl.readers import OpenFiles
-from raywl.readers.memory import dtype_name
+from raywl.readers.memory import can_convert, dtype_name
 from raywl.remap.experts import parse_expert_id
 from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
 
@@ -460,7 +460,9 @@ def _check_dtype(
     """Refuses conversions that lose the meaning of a value: floats into integers, complex into real."""
     has: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
     both_bytes = TORCH_NAMES[entry.dtype] in _BYTE_CODED and dtype_name(wanted) in _BYTE_CODED
-    if has != wanted and not both_bytes and not torch.can_cast(has, wanted):
+    if both_bytes or has == wanted:
+        return
+    if not torch.can_cast(has, wanted) or not can_convert(has, wanted):
         raise CheckpointError(
             checkpoint.path(entry.file), name, f"is {has}, which {param} ({wanted}) can't hold"
         )

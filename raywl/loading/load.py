@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -230,13 +231,16 @@ class _Count:
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self._total_bytes, self._progress = total_bytes, progress
         self._done_bytes = 0
+        self._lock = threading.Lock()
         if progress is not None:
             progress(0, total_bytes, "read")
 
     def __call__(self, nbytes: int) -> None:
-        self._done_bytes += nbytes
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes, "read")
+        # One after the other, so that what is shown never goes back.
+        with self._lock:
+            self._done_bytes += nbytes
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes, "read")
 
 
 @contextlib.contextmanager

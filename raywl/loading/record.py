@@ -13,6 +13,7 @@ import mmap
 import platform
 import sys
 import threading
+import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from raywl.checkpoint import Manifest, TensorEntry
-from raywl.errors import RaywlError, ShapeMismatchError
+from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
 from raywl.loading.lazy import (
     ALIASES,
     FACTS,
@@ -39,7 +40,8 @@ from raywl.plan.copies import Copy, itemsize_of, normalise, span_of
 from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
 from raywl.plan.reads import schedule
 from raywl.readers import READER_THREADS, ByteView, OpenFiles, execute
-from raywl.readers.memory import dtype_name
+from raywl.readers.files import max_open_files
+from raywl.readers.memory import can_convert, dtype_name
 
 __all__ = ["Recorder", "Written"]
 
@@ -101,6 +103,7 @@ class Recorder(TorchFunctionMode):
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
         self._mappings: dict[str, mmap.mmap] = {}
         self._mapped: list[tuple[int, int]] = []
+        self._max_mappings = max_open_files()
         self._views: dict[str, ByteView] = {}
         self._memories: dict[int, _Memory] = {}
         self._memory_by_name: dict[str, _Memory] = {}
@@ -146,10 +149,15 @@ class Recorder(TorchFunctionMode):
         if entry.file not in self._mappings:
             size = next(file.size for file in self._manifest.files if file.name == entry.file)
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            mapping = mmap.mmap(self._files.fd(entry.file), size, flags, access)
+            with self._files.using(entry.file) as fd:
+                mapping = mmap.mmap(fd, size, flags, access)
+            # A mapping holds a descriptor. It lives on for as long as a weight of it does.
+            if len(self._mappings) >= self._max_mappings:
+                self._mappings.pop(next(iter(self._mappings)))
             self._mappings[entry.file] = mapping
             first = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
             insort(self._mapped, (first, first + size))
+            weakref.finalize(mapping, self._mapped.remove, (first, first + size)).atexit = False
         return self._mappings[entry.file]
 
     # What the lazy weights ask for.
@@ -180,6 +188,9 @@ class Recorder(TorchFunctionMode):
         self.note_use(src.source)
         if not src.numel() or dst.device.type == "meta":
             return
+        if dst.dtype != src.dtype and not can_convert(src.dtype, dst.dtype):
+            path = self._manifest.path(src.source.entry.file)
+            raise CheckpointError(path, src.source.name, f"{src.dtype} can't be copied into {dst.dtype}")
         with self._lock:
             if self._thread is not None and threading.get_ident() != self._thread:
                 self._share()

@@ -68,11 +68,11 @@ def execute(
                     _read_direct(read, files, targets)
                 else:
                     _read_through(read, files, targets, scratch)
+                if on_bytes is not None:
+                    on_bytes(read.end - read.start)
             except BaseException:
                 stop.set()
                 raise
-            if on_bytes is not None:
-                on_bytes(read.end - read.start)
 
     num_threads = max(1, min(num_threads, len(reads)))
     if num_threads == 1:

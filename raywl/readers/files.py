@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import resource
 import threading
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
-from raywl.checkpoint import Manifest
+from raywl.checkpoint import FileEntry, Manifest
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 
-__all__ = ["OpenFiles"]
+__all__ = ["OpenFiles", "max_open_files"]
 
+_MAX_OPEN = 256
+_CHANGED = "changed while it was read; what was read may be mixed"
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 Stamp = tuple[int, int, int]
@@ -21,33 +28,69 @@ def _stamp(info: os.stat_result) -> Stamp:
     return info.st_size, info.st_mtime_ns, info.st_ino
 
 
+@dataclass(slots=True)
+class _Open:
+    """An open file."""
+
+    fd: int
+    stamp: Stamp
+    users: int = 0
+
+
+def max_open_files() -> int:
+    """Files to hold open at once: a checkpoint may have more shards than a process may open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN, soft // 4))
+
+
 class OpenFiles:
     """The files of one checkpoint on this node; opened when first read, closed together.
 
-    Safe for use by several threads. `check_unchanged()` after the last read tells whether what was read
-    belongs together: a file that was written to, cut or replaced meanwhile is an error.
+    Safe for use by several threads. Of many files, those that were used last stay open.
+    `check_unchanged()` after the last read tells whether what was read belongs together: a file that was
+    written to, cut or replaced meanwhile is an error.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._sizes = {file.name: file.size for file in manifest.files}
-        self._open: dict[str, tuple[int, Stamp]] = {}
+        self._files = {file.name: file for file in manifest.files}
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._stamps: dict[str, Stamp] = {}
         self._lock = threading.Lock()
+        self._max_open = max_open_files()
 
-    def fd(self, name: str) -> int:
-        """The file's descriptor.
+    @contextmanager
+    def using(self, name: str) -> Iterator[int]:
+        """The file's descriptor, open until the block ends.
 
         Raises:
             MissingFileError: The file is gone.
-            CorruptFileError: Its size isn't the manifest's any more.
+            CorruptFileError: Its size or its header aren't the manifest's any more.
+            CheckpointError: It can't be opened, or isn't the file that was read before.
         """
         with self._lock:
-            if name not in self._open:
-                self._open[name] = self._opened(name)
-            return self._open[name][0]
+            entry = self._open.get(name)
+            if entry is None:
+                entry = self._open[name] = self._opened(name)
+            elif len(self._stamps) > self._max_open:
+                self._open.move_to_end(name)
+            entry.users += 1
+            if len(self._open) > self._max_open:
+                self._close_unused()
+        try:
+            yield entry.fd
+        finally:
+            with self._lock:
+                entry.users -= 1
 
-    def _opened(self, name: str) -> tuple[int, Stamp]:
-        path = self._manifest.path(name)
+    def _close_unused(self) -> None:
+        for name in [name for name, entry in self._open.items() if not entry.users]:
+            if len(self._open) <= self._max_open:
+                return
+            os.close(self._open.pop(name).fd)
+
+    def _opened(self, name: str) -> _Open:
+        path, expected = self._manifest.path(name), self._files[name]
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -56,25 +99,30 @@ class OpenFiles:
             ) from None
         except OSError as error:
             raise CheckpointError(path, None, f"can't be opened: {error.strerror}") from error
-        stamp = _stamp(os.fstat(fd))
-        if stamp[0] != self._sizes[name]:
+        try:
+            stamp = _stamp(os.fstat(fd))
+            if stamp[0] != expected.size:
+                reason = f"expected {expected.size} bytes, the file has {stamp[0]}"
+                raise CorruptFileError(path, None, f"{reason}: it changed since its header was read")
+            if name not in self._stamps:
+                _check_header(fd, path, expected)
+            elif stamp != self._stamps[name]:
+                raise CheckpointError(path, None, _CHANGED)
+        except BaseException:
             os.close(fd)
-            raise CorruptFileError(
-                path,
-                None,
-                f"expected {self._sizes[name]} bytes, the file has {stamp[0]}: "
-                "it changed since its header was read",
-            )
-        return fd, stamp
+            raise
+        self._stamps[name] = stamp
+        return _Open(fd, stamp)
 
     def open_all(self, names: Iterable[str]) -> None:
         """Opens files before the first of them is read, so that one that is gone is known by then.
 
         Raises:
-            As `fd`.
+            As `using`.
         """
         for name in names:
-            self.fd(name)
+            with self.using(name):
+                pass
 
     def read_into(self, name: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fills `buffers`, in order, from byte `start` of a file.
@@ -83,8 +131,10 @@ class OpenFiles:
             CorruptFileError: The file ends before.
             CheckpointError: The system can't read it; the message has file, offset and cause.
         """
-        fd, position = self.fd(name), start
-        rest = [buffer for buffer in buffers if buffer.nbytes]
+        with self.using(name) as fd:
+            self._fill(fd, name, start, [buffer for buffer in buffers if buffer.nbytes])
+
+    def _fill(self, fd: int, name: str, position: int, rest: list[memoryview]) -> None:
         while rest:
             try:
                 done = os.preadv(fd, rest[:_MAX_BUFFERS], position)
@@ -100,28 +150,32 @@ class OpenFiles:
                     f"ends at byte {position}, {wanted} bytes before the end of a read: it was cut meanwhile",
                 )
             position += done
-            while rest and done >= rest[0].nbytes:
-                done -= rest.pop(0).nbytes
+            filled = 0
+            while filled < len(rest) and done >= rest[filled].nbytes:
+                done -= rest[filled].nbytes
+                filled += 1
+            del rest[:filled]
             if done:
                 rest[0] = rest[0][done:]
 
     def check_unchanged(self) -> None:
         """Raises `CheckpointError` when a file that was read isn't the one that was opened any more."""
         with self._lock:
-            for name, (fd, stamp) in self._open.items():
-                path = self._manifest.path(name)
+            for name, stamp in self._stamps.items():
+                path, entry = self._manifest.path(name), self._open.get(name)
                 try:
-                    same = stamp == _stamp(os.fstat(fd)) == _stamp(os.stat(path))
+                    same = stamp == _stamp(os.stat(path))
+                    same = same and (entry is None or stamp == _stamp(os.fstat(entry.fd)))
                 except OSError:
                     same = False
                 if not same:
-                    raise CheckpointError(path, None, "changed while it was read; what was read may be mixed")
+                    raise CheckpointError(path, None, _CHANGED)
 
     def close(self) -> None:
         """Closes all files; further reads open them again."""
         with self._lock:
-            for fd, _ in self._open.values():
-                os.close(fd)
+            for entry in self._open.values():
+                os.close(entry.fd)
             self._open.clear()
 
     def __enter__(self) -> Self:
@@ -129,3 +183,12 @@ class OpenFiles:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_header(fd: int, path: str, expected: FileEntry) -> None:
+    """A file of the same size may hold other tensors by now."""
+    if not expected.header_sha256:
+        return
+    header = os.pread(fd, expected.data_start - 8, 8)
+    if hashlib.sha256(header).hexdigest() != expected.header_sha256:
+        raise CorruptFileError(path, None, "its header changed since it was opened: it is another file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from raywl.plan.copies import Copy, span_of
 from raywl.plan.pending import merge_runs, runs_of
 
-__all__ = ["ByteView", "bytes_of", "dtype_name", "int_dtype", "strided"]
+__all__ = ["ByteView", "bytes_of", "can_convert", "dtype_name", "int_dtype", "strided"]
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,6 +29,19 @@ def bytes_of(raw: torch.Tensor) -> memoryview:
 def int_dtype(itemsize: int) -> torch.dtype:
     """An integer dtype of a width, to move elements whose own dtype has no copy kernel."""
     return _INTS[itemsize]
+
+
+@cache
+def can_convert(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch can copy elements of one dtype into another; tried, since it has no list of it."""
+    if source == target:
+        return True
+    one = torch.zeros(8, dtype=torch.uint8, device="cpu")
+    try:
+        torch.empty(8, dtype=torch.uint8, device="cpu").view(target)[:1].copy_(one.view(source)[:1])
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def strided(

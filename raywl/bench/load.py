@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raywl.bench import page_cache
 from raywl.checkpoint import Manifest
+from raywl.node import page_cache
+from raywl.node.prefetch import prefetch_checkpoint
 from raywl.types import ParallelContext
 
 __all__ = ["CONTESTANTS", "LoadBenchmark"]
@@ -149,7 +150,7 @@ class LoadBenchmark:
     def _set_page_cache(self) -> None:
         for file in self.manifest.files:
             path = self.manifest.path(file.name)
-            (page_cache.drop if self.cold else page_cache.warm)(path)
+            (page_cache.drop if self.cold else prefetch_checkpoint)(path)
             resident = page_cache.resident_bytes(path)
             if resident is None:
                 self._note(f"{file.name}: whether its pages are in memory can't be seen here")

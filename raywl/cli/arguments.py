@@ -61,7 +61,14 @@ def positive(text: str) -> int:
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """REF and how it is opened."""
-    parser.add_argument("ref", metavar="REF", help="folder with safetensors files, or one such file")
+    parser.add_argument(
+        "ref", metavar="REF", help="folder with safetensors files, one such file, or org/name[@revision]"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
+    parser.add_argument("--cache-dir", metavar="FOLDER", help="the hub's cache; by default its own client's")
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="use what the hub's cache holds, and ask nobody"
+    )
     parser.add_argument("--subfolder", metavar="NAME", help="folder inside REF that holds the weights")
     parser.add_argument(
         "--allow-pattern",
@@ -74,7 +81,14 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 def source_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `open_checkpoint` that the command line gave."""
-    return {"subfolder": args.subfolder, "allow_patterns": args.allow_patterns}
+    given = {
+        "revision": args.revision,
+        "subfolder": args.subfolder,
+        "cache_dir": args.cache_dir,
+        "allow_patterns": args.allow_patterns,
+        "offline": args.offline,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:

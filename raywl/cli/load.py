@@ -85,9 +85,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         address=args.address,
         strategy=args.strategy,
         progress=out.progress(),
-        **arguments,
-        **sizes(args),
-        **source_arguments(args),
+        **{**arguments, **sizes(args), **source_arguments(args)},
     ) as group:
         report = group.report
     report.notes[:0] = notes

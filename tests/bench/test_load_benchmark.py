@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raywl.bench import page_cache
 from raywl.bench.contestants import Work, make_contestant
 from raywl.bench.load import LoadBenchmark
 from raywl.bench.synthetic import make_checkpoint
 from raywl.checkpoint import Manifest
+from raywl.node import page_cache
+from raywl.node.prefetch import prefetch_checkpoint
 from raywl.sources import resolve
 from raywl.types import ParallelContext
 
@@ -102,7 +103,7 @@ def test_a_raw_read_of_a_truncated_file_fails(tmp_path):
 def test_the_page_cache_is_seen_dropped_and_filled(synthetic):
     path = synthetic[0] / "model-00001-of-00002.safetensors"
     size = path.stat().st_size
-    page_cache.warm(path)
+    prefetch_checkpoint(path)
     assert page_cache.resident_bytes(path) >= size
     page_cache.drop(path)
     dropped = page_cache.resident_bytes(path)

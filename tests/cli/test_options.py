@@ -10,7 +10,7 @@ import pytest
 from raywl.cli.app import build_parser
 
 COMMON = {"--help", "--json", "--quiet", "--debug"}
-SOURCE = {"REF", "--subfolder", "--allow-pattern"}
+SOURCE = {"REF", "--revision", "--subfolder", "--cache-dir", "--offline", "--allow-pattern"}
 GROUP = {"--tp", "--pp", "--dp", "--ep"}
 WEIGHTS = {"--model", "--tp-plan"}
 

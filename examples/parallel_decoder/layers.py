@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import nn
 from raywl.loaders import ExpertLoader, MergedColumnLoader, QKVLoader, VocabLoader, sharded_weight_loader
 from raywl.remap.experts import determine_expert_map
 
+from .config import DecoderConfig
 from .ranks import Ranks
 
 VOCAB_MULTIPLE = 64
@@ -131,17 +133,36 @@ class RMSNorm(nn.Module):
 class Experts(nn.Module):
     """This rank's experts, or its part of each, over all tokens; the caller sums over the ranks."""
 
-    def __init__(self, num_experts: int, hidden: int, intermediate: int, ranks: Ranks) -> None:
+    loader_options: ClassVar[Mapping[str, Any]] = {}
+    """How the checkpoint has them, as `ExpertLoader` takes it."""
+    with_bias: ClassVar[bool] = False
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
         super().__init__()
-        context = ranks.context
-        num_local, expert_map = determine_expert_map(context.ep_size, context.ep_rank, num_experts)
+        self.config, self.context = config, ranks.context
+        num_experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        num_local, expert_map = determine_expert_map(self.context.ep_size, self.context.ep_rank, num_experts)
         self.ids = list(range(num_experts))
         if expert_map is not None:
             self.ids = [expert for expert, place in enumerate(expert_map.tolist()) if place >= 0]
-        local = divide(intermediate, context.moe_tp_size, "intermediate size of an expert")
-        loader = ExpertLoader(num_experts, expert_map)
+        options = dict(self.loader_options)
+        local = config.pad_experts_to
+        if local is None:
+            local = divide(inner, self.context.moe_tp_size, "intermediate size of an expert")
+        else:
+            options["intermediate_size"] = inner
+        loader = ExpertLoader(num_experts, expert_map, **options)
         self.w13_weight = parameter(num_local, 2 * local, hidden, weight_loader=loader)
         self.w2_weight = parameter(num_local, hidden, local, weight_loader=loader)
+        self.w13_bias = self.w2_bias = None
+        if self.with_bias:
+            self.w13_bias = parameter(num_local, 2 * local, weight_loader=loader)
+            self.w2_bias = parameter(num_local, hidden, weight_loader=loader)
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`(tokens, 2 * width)` to `(tokens, width)`; zeros, which are padding, must stay zeros."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """
@@ -153,7 +174,34 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for place, expert in enumerate(self.ids):
             token, slot = torch.where(chosen == expert)
-            gate, up = F.linear(x[token], self.w13_weight[place]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, self.w2_weight[place])
+            bias = None if self.w13_bias is None else self.w13_bias[place]
+            y = self.activate(F.linear(x[token], self.w13_weight[place], bias))
+            # All ranks that share an expert have its output bias, and one of them adds it.
+            adds = self.w2_bias is not None and self.context.moe_tp_rank == 0
+            y = F.linear(y, self.w2_weight[place], self.w2_bias[place] if adds else None)
             out.index_add_(0, token, y * shares[token, slot, None])
         return out
+
+
+class ClampedExperts(Experts):
+    """Experts of gpt-oss: all in one tensor `(experts, in, out)`, gate and up in turns, clamped."""
+
+    loader_options: ClassVar = {"transposed": True, "interleaved": True}
+    with_bias = True
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        limit = self.config.swiglu_limit
+        gate = gate_up[..., ::2].clamp(max=limit)
+        up = gate_up[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.config.swiglu_alpha)
+
+
+class RoutedExperts(nn.Module):
+    """The experts one module deeper, where many serving engines register them."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.routed_experts = experts
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return self.routed_experts(x, chosen, shares)

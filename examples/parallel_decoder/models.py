@@ -14,31 +14,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from raywl import ParallelContext
-from raywl.loaders import sharded_weight_loader
+from raywl.loaders.sinks import make_attention_sink
 from raywl.remap.experts import make_expert_params_mapping
+from raywl.remap.moe_names import get_moe_expert_mapping
 
 from .config import DecoderConfig
 from .layers import (
+    ClampedExperts,
     Experts,
     MergedColumnLinear,
     QKVLinear,
     RMSNorm,
+    RoutedExperts,
     RowParallelLinear,
     VocabParallelEmbedding,
-    divide,
-    parameter,
 )
 from .ranks import Ranks
 
 
-def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding of `(..., tokens, head_dim)`, the first token at position 0."""
-    num_tokens, head_dim = x.shape[-2:]
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=x.device) / head_dim
-    positions = torch.arange(num_tokens, dtype=torch.float32, device=x.device)
-    angles = (positions[:, None] * (1.0 / theta**steps)).repeat(1, 2)
-    first, second = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat((-second, first), dim=-1) * angles.sin().to(x.dtype)
+def pad_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`(batch, heads, tokens, head_dim)` with heads of zeros behind."""
+    return F.pad(x, (0, 0, 0, 0, 0, num_heads - x.shape[1]))
 
 
 def attend(
@@ -75,23 +71,33 @@ def attend(
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, ranks: Ranks, with_sinks: bool = False) -> None:
+    def __init__(self, family: type[Decoder], config: DecoderConfig, ranks: Ranks, layer: int) -> None:
         super().__init__()
-        heads, width = config.num_attention_heads, config.head_dim
-        self.theta, self.sliding_window = config.rope_theta, config.sliding_window
-        self.qkv_proj = QKVLinear(
-            config.hidden_size, heads, config.num_key_value_heads, width, config.attention_bias, ranks
-        )
-        self.o_proj = RowParallelLinear(heads * width, config.hidden_size, config.attention_bias, ranks)
-        self.sinks = None
-        if with_sinks:
-            local = divide(heads, ranks.context.tp_size, "number of heads")
-            self.sinks = parameter(local, weight_loader=sharded_weight_loader(0))
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        width, bias = config.head_dim, config.attention_bias
+        self.rope, self.window = config.rope, config.windows[layer]
+        self.qkv_proj = QKVLinear(hidden, heads, kv_heads, width, bias or family.qkv_bias, ranks)
+        self.o_proj = RowParallelLinear(heads * width, hidden, bias, ranks)
+        self.q_norm = RMSNorm(width, config.rms_norm_eps) if family.qk_norm else None
+        self.k_norm = RMSNorm(width, config.rms_norm_eps) if family.qk_norm else None
+        self.num_heads = self.qkv_proj.num_heads
+        self.num_padded = config.pad_heads_to or self.num_heads
+        self.group = self.num_heads // self.qkv_proj.num_kv_heads
+        if self.num_padded < self.num_heads or self.num_padded % self.group:
+            raise ValueError(
+                f"{self.num_heads} heads in groups of {self.group} can't be padded to {self.num_padded}"
+            )
+        # Padding gets -inf: 0 would be a sink like any other.
+        self.sinks = make_attention_sink(self.num_padded) if family.attention_sinks else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        q, k = rotate(q, self.theta), rotate(k, self.theta)
-        return self.o_proj(attend(q, k, v, self.sliding_window, self.sinks).transpose(1, 2).flatten(2))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope.rotate(q), self.rope.rotate(k)
+        q, num_kv = pad_heads(q, self.num_padded), self.num_padded // self.group
+        out = attend(q, pad_heads(k, num_kv), pad_heads(v, num_kv), self.window, self.sinks)
+        return self.o_proj(out[:, : self.num_heads].transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):
@@ -107,30 +113,68 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
+    """Sends each token to the experts that suit it best. What scores them is the subclass's."""
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks, experts: nn.Module) -> None:
         super().__init__()
         self.ranks, self.per_token, self.num_experts = ranks, config.num_experts_per_tok, config.num_experts
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.intermediate_size, ranks)
+        self.experts = experts
 
-    def get_expert_mapping(self) -> list[tuple[str, str, int, str]]:
-        """How names of single experts in the checkpoint reach the parameters that hold all."""
-        return make_expert_params_mapping("w1", "w2", "w3", self.num_experts)
+    def score(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`(tokens, features)` to `(tokens, experts)`."""
+        raise NotImplementedError
+
+    def get_expert_mapping(self) -> list[tuple[str, str, int | None, str]]:
+        """How names of experts in the checkpoint reach the parameters that hold all of a rank."""
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Experts lie on all ranks, so each has to see the tokens of all.
         tokens = self.ranks.dp_cat(x.flatten(0, 1))
-        shares, chosen = self.gate(tokens).softmax(-1, dtype=torch.float32).topk(self.per_token)
+        shares, chosen = self.score(tokens).softmax(-1, dtype=torch.float32).topk(self.per_token)
         shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
         out = self.ranks.expert_sum(self.experts(tokens, chosen, shares))
         return self.ranks.dp_own(out).view_as(x)
 
 
+class MixtralMixture(MixtureOfExperts):
+    """In the checkpoint, each expert has tensors of its own."""
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
+        super().__init__(config, ranks, Experts(config, ranks))
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+
+    def score(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.gate(tokens)
+
+    def get_expert_mapping(self) -> list[tuple[str, str, int | None, str]]:
+        return make_expert_params_mapping("w1", "w2", "w3", self.num_experts)
+
+
+class GptOssMixture(MixtureOfExperts):
+    """In the checkpoint, one tensor has all experts; here, they are one module deeper."""
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
+        super().__init__(config, ranks, RoutedExperts(ClampedExperts(config, ranks)))
+        self.router = nn.Linear(config.hidden_size, config.num_experts)
+
+    def score(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.router(tokens)
+
+    def get_expert_mapping(self) -> list[tuple[str, str, int | None, str]]:
+        return [
+            ("experts.routed_experts.w13_weight", "experts.gate_up_proj", None, "w1"),
+            ("experts.routed_experts.w13_bias", "experts.gate_up_proj_bias", None, "w1"),
+            ("experts.routed_experts.w2_weight", "experts.down_proj", None, "w2"),
+            ("experts.routed_experts.w2_bias", "experts.down_proj_bias", None, "w2"),
+        ]
+
+
 class Layer(nn.Module):
-    def __init__(self, family: type[Decoder], config: DecoderConfig, ranks: Ranks) -> None:
+    def __init__(self, family: type[Decoder], config: DecoderConfig, ranks: Ranks, layer: int) -> None:
         super().__init__()
         self.mlp_name = family.mlp_name
-        self.self_attn = Attention(config, ranks, family.attention_sinks)
+        self.self_attn = Attention(family, config, ranks, layer)
         self.add_module(self.mlp_name, family.mlp(config, ranks))
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -146,7 +190,9 @@ class Stack(nn.Module):
     def __init__(self, family: type[Decoder], config: DecoderConfig, ranks: Ranks) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, ranks)
-        self.layers = nn.ModuleList(Layer(family, config, ranks) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Layer(family, config, ranks, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -170,6 +216,9 @@ class Decoder(nn.Module):
     mlp_name: ClassVar[str] = "mlp"
     mlp: ClassVar[Callable[[DecoderConfig, Ranks], nn.Module]]
     attention_sinks: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    """Whether q, k and v have biases that the config doesn't mention."""
+    qk_norm: ClassVar[bool] = False
 
     def __init__(self, config: DecoderConfig, context: ParallelContext) -> None:
         super().__init__()
@@ -187,12 +236,32 @@ class Llama(Decoder):
     mlp = GatedMLP
 
 
+class Qwen2(Llama):
+    qkv_bias = True
+
+
+class Qwen3(Llama):
+    qk_norm = True
+
+
 class Mixtral(Decoder):
     mlp_name = "block_sparse_moe"
-    mlp = MixtureOfExperts
+    mlp = MixtralMixture
 
 
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "mixtral": Mixtral}
+class GptOss(Decoder):
+    mlp = GptOssMixture
+    attention_sinks = True
+
+
+FAMILIES: dict[str, type[Decoder]] = {
+    "gpt_oss": GptOss,
+    "llama": Llama,
+    "mistral": Llama,
+    "mixtral": Mixtral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+}
 
 
 def make_model(config: DecoderConfig, device: str = "meta") -> Callable[[ParallelContext], Decoder]:
@@ -220,8 +289,7 @@ def make_model(config: DecoderConfig, device: str = "meta") -> Callable[[Paralle
 def load_arguments(config: DecoderConfig) -> dict[str, Any]:
     """The arguments of `raywl.launch` and `load_into` that say how names reach fused parameters."""
     model = make_model(config)(ParallelContext())
-    with_experts = [module for module in model.modules() if hasattr(module, "get_expert_mapping")]
     return {
         "stacked": model.stacked_params_mapping,
-        "expert_mapping": with_experts[0].get_expert_mapping() if with_experts else None,
+        "expert_mapping": get_moe_expert_mapping(model) if config.num_experts else None,
     }

@@ -17,7 +17,7 @@ from parallel_decoder import DecoderConfig, greedy, load_arguments, logits_of, m
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ref", metavar="REF", help="folder of a Llama or Mixtral checkpoint")
+    parser.add_argument("ref", metavar="REF", help="folder of a checkpoint")
     parser.add_argument("--tp", type=int, default=1, help="ranks that each dense weight is cut for")
     parser.add_argument("--dp", type=int, default=1, help="groups of such ranks")
     parser.add_argument("--ep", type=int, default=1, help="parts that the experts are spread over")

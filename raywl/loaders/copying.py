@@ -8,7 +8,7 @@ import torch
 
 from raywl.errors import ShapeMismatchError
 
-__all__ = ["check_shape", "copy_checked", "part_of", "weight_name"]
+__all__ = ["check_shape", "copy_checked", "part_of", "weight_name", "zero"]
 
 # Their numbers mean nothing to arithmetic: `copy_` between them and uint8 would convert 1.0 to 1.
 _BYTE_CODED = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
@@ -61,3 +61,8 @@ def copy_checked(target: torch.Tensor, loaded_weight: torch.Tensor, name: str | 
     if len(dtypes) == 2 and torch.uint8 in dtypes and dtypes & _BYTE_CODED:
         target, loaded_weight = target.view(torch.uint8), loaded_weight.view(torch.uint8)
     target.copy_(loaded_weight)
+
+
+def zero(target: torch.Tensor) -> None:
+    """Sets a parameter's data, or a view of it, to zero bytes: in a dtype without 0, its smallest scale."""
+    (target.view(torch.uint8) if target.dtype in _BYTE_CODED else target).zero_()

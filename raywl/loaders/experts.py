@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from raywl.errors import ShapeMismatchError
-from raywl.loaders.copying import check_shape, copy_checked, weight_name
+from raywl.loaders.copying import check_shape, copy_checked, weight_name, zero
 from raywl.loaders.ranks import ambient_context
 from raywl.remap.experts import compute_local_expert_ids
 
@@ -24,6 +24,11 @@ class ExpertLoader:
 
     The gate (`"w1"`) has the first half of a `w13` parameter's rows and up (`"w3"`) the second; when
     `interleaved`, they alternate, gate first, in the parameter and in checkpoints that have both in one.
+
+    With `intermediate_size` a parameter may have more room than a rank's part of `I` needs (kernels that
+    want a multiple of some number): each rank keeps `ceil(I / moe_tp)`, the last ones fewer, at the front
+    of the gate, of up and of `w2`'s columns; the rest is zero, on every load. In checkpoints with one
+    tensor per expert, that costs a read for each of them, where otherwise all are read together.
     """
 
     def __init__(
@@ -32,6 +37,7 @@ class ExpertLoader:
         expert_map: torch.Tensor | Sequence[int] | None = None,
         transposed: bool = False,
         interleaved: bool = False,
+        intermediate_size: int | None = None,
     ) -> None:
         """
         Args:
@@ -41,17 +47,21 @@ class ExpertLoader:
                 else contiguous blocks by the ambient context.
             transposed: The checkpoint's matrices are `(in, out)`; parameters are `(out, in)`.
             interleaved: Gate and up rows alternate.
+            intermediate_size: `I`, where parameters are padded. `None`: they are not.
 
         Raises:
-            ValueError: No experts, or a map of another length.
+            ValueError: No experts, a map of another length, or an intermediate size below 1.
         """
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        if intermediate_size is not None and intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
         self.num_experts = num_experts
         self.expert_map = None if expert_map is None else [int(place) for place in expert_map]
         if self.expert_map is not None and len(self.expert_map) != num_experts:
             raise ValueError(f"expert_map has {len(self.expert_map)} entries for {num_experts} experts")
         self.transposed, self.interleaved = transposed, interleaved
+        self.intermediate_size = intermediate_size
 
     def __call__(
         self,
@@ -100,11 +110,20 @@ class ExpertLoader:
             runs = [] if places[expert_id] < 0 else [(0, places[expert_id], 1)]
         if self.transposed and param.dim() == 3 and weight.dim() == 3:
             weight = weight.transpose(1, 2)
-        for first, place, count in runs:
-            for part, source in self._parts(
+        parts = [
+            part
+            for first, place, count in runs
+            for part in self._parts(
                 target.narrow(0, place, count), weight.narrow(0, first, count), shard_id, name
-            ):
-                copy_checked(part, source, name)
+            )
+        ]
+        # All padding first: a write beside lazy copies that are only noted would have them made one by one.
+        for room, dim, source in parts:
+            num_real = source.shape[dim]
+            if num_real < room.shape[dim]:
+                zero(room.narrow(dim, num_real, room.shape[dim] - num_real))
+        for room, dim, source in parts:
+            copy_checked(room.narrow(dim, 0, source.shape[dim]), source, name)
         return bool(runs)
 
     def _places(self, param: torch.Tensor, name: str) -> list[int]:
@@ -129,35 +148,57 @@ class ExpertLoader:
 
     def _parts(
         self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What to copy where, for experts `(count, ...)` that lie side by side in both tensors."""
+    ) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+        """What to copy where, for experts `(count, ...)` that lie side by side in both tensors.
+
+        Returns:
+            `(room, dim, source)`: `source` goes to the front of `room` along `dim`, and may be shorter.
+        """
         context = ambient_context()
         rank, size = context.moe_tp_rank, context.moe_tp_size
         count, cut_to = target.shape[0], f"shape differs (rank {rank} of {size} of each expert)"
         if shard_id == "w2":
             if target.dim() == 2:
                 check_shape(name, target.shape, weight)
-                return [(target, weight)]
-            _, rows, width = target.shape
-            check_shape(name, (count, rows, width * size), weight, cut_to)
-            return [(target, weight.narrow(2, rank * width, width))]
+                return [(target, 1, weight)]
+            whole, start, length = self._cut(target.shape[2], rank, size, target, name)
+            check_shape(name, (count, target.shape[1], whole), weight, cut_to)
+            return [(target, 2, weight.narrow(2, start, length))]
         if target.shape[1] % 2:
             raise ShapeMismatchError(
                 name, tuple(target.shape), tuple(weight.shape), "gate and up of an odd number of rows"
             )
         rows = target.shape[1] // 2
-        if shard_id == "w1" and weight.dim() == target.dim() and weight.shape[1] == 2 * rows * size:
-            check_shape(name, (count, 2 * rows * size, *target.shape[2:]), weight, cut_to)
+        whole, start, length = self._cut(rows, rank, size, target, name)
+        if shard_id == "w1" and weight.dim() == target.dim() and weight.shape[1] == 2 * whole:
+            check_shape(name, (count, 2 * whole, *target.shape[2:]), weight, cut_to)
             if self.interleaved:
-                return [(target, weight.narrow(1, 2 * rank * rows, 2 * rows))]
+                return [(target, 1, weight.narrow(1, 2 * start, 2 * length))]
             return [
-                (target.narrow(1, 0, rows), weight.narrow(1, rank * rows, rows)),
-                (target.narrow(1, rows, rows), weight.narrow(1, (size + rank) * rows, rows)),
+                (target.narrow(1, 0, rows), 1, weight.narrow(1, start, length)),
+                (target.narrow(1, rows, rows), 1, weight.narrow(1, whole + start, length)),
             ]
-        check_shape(name, (count, rows * size, *target.shape[2:]), weight, cut_to)
+        check_shape(name, (count, whole, *target.shape[2:]), weight, cut_to)
         second = shard_id == "w3"
         mine = target[:, int(second) :: 2] if self.interleaved else target.narrow(1, second * rows, rows)
-        return [(mine, weight.narrow(1, rank * rows, rows))]
+        return [(mine, 1, weight.narrow(1, start, length))]
+
+    def _cut(self, room: int, rank: int, size: int, param: torch.Tensor, name: str) -> tuple[int, int, int]:
+        """`I`, and where this rank's part of it starts and how long it is, for a parameter with `room`."""
+        whole = self.intermediate_size
+        if whole is None:
+            return room * size, rank * room, room
+        each = -(-whole // size)
+        if each > room:
+            raise ShapeMismatchError(
+                name,
+                (room,),
+                (each,),
+                f"a parameter of {list(param.shape)} has no room for its part of the intermediate size "
+                f"{whole} (rank {rank} of {size} of each expert)",
+            )
+        start = min(rank * each, whole)
+        return whole, start, min(each, whole - start)
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from raywl.loaders.copying import check_shape, copy_checked, part_of, weight_name
+from raywl.loaders.copying import check_shape, copy_checked, part_of, weight_name, zero
 from raywl.loaders.ranks import ambient_context
 
 __all__ = ["MergedColumnLoader", "QKVLoader", "VocabLoader"]
@@ -181,6 +181,6 @@ class VocabLoader:
         num_real = min(rows, self.num_embeddings - start)
         # Pad rows first: a lazy weight's copy is then the last thing that touches the parameter.
         if num_real < rows:
-            param.data.narrow(0, num_real, rows - num_real).zero_()
+            zero(param.data.narrow(0, num_real, rows - num_real))
         # A rank of pad rows alone copies nothing, and by that still says that it has seen the weight.
         copy_checked(param.data.narrow(0, 0, num_real), loaded_weight.narrow(0, start, num_real), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,15 @@ class Written:
     """`TOKENS[0]` and five tokens more."""
 
 
+def bytes_read_of(report, checkpoint) -> dict[str, int]:
+    """How many bytes of each tensor a rank read, by its plan."""
+    read = dict.fromkeys(checkpoint.tensors, 0)
+    for piece, (name, entry) in itertools.product(report.plan.reads, checkpoint.tensors.items()):
+        if piece.file == entry.file:
+            read[name] += max(0, min(piece.end, entry.end) - max(piece.start, entry.start))
+    return read
+
+
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
     """`written(kind)` is the checkpoint of that kind, made once."""
@@ -47,20 +57,38 @@ def written(tmp_path_factory):
             {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         ),
         "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": 6}),
+        "mistral": (transformers.MistralConfig, {"sliding_window": 6}),
+        "qwen2": (
+            transformers.Qwen2Config,
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        ),
+        "qwen3": (transformers.Qwen3Config, {"head_dim": 48}),
+        "gpt-oss": (
+            transformers.GptOssConfig,
+            {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "head_dim": 32,
+                "sliding_window": 6,
+                "max_position_embeddings": 32 * 4096,
+                # Low enough that values are clamped.
+                "swiglu_limit": 1.5,
+            },
+        ),
     }
     made: dict[str, Written] = {}
 
     def write(kind: str) -> Written:
         if kind not in made:
             config_class, more = kinds[kind]
-            config = config_class(**SIZES, **more)
+            config = config_class(**{**SIZES, **more})
             config.eos_token_id = None
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(sum(map(ord, kind)))
                 model = transformers.AutoModelForCausalLM.from_config(config).eval()
                 # Norms and biases start at 1 and 0: nothing would show that they were mixed up.
                 for name, param in model.named_parameters():
-                    if name.endswith(("norm.weight", "bias")):
+                    if name.endswith(("norm.weight", "bias", "sinks")):
                         torch.nn.init.normal_(param, mean=1.0, std=0.3)
             folder = tmp_path_factory.mktemp(kind)
             model.save_pretrained(folder, max_shard_size="600KB")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 
 import pytest
@@ -26,7 +26,7 @@ from raywl.loaders import (
 )
 from raywl.plan.reads import SLACK_BYTES
 
-from .conftest import SIZES, TOKENS
+from .conftest import SIZES, TOKENS, bytes_read_of
 
 LAYOUTS = [
     {"tp_size": 1},
@@ -56,6 +56,14 @@ EXPERT_CASES = {
     "experts in one": ({}, [((4, 12, 5), "w1", None)]),
     "experts in one, alternating": ({"interleaved": True}, [((4, 12, 5), "w1", None)]),
     "experts in one, transposed": ({"transposed": True}, [((4, 5, 12), "w1", None)]),
+    "experts in one, padded": (
+        {"interleaved": True, "intermediate_size": 6},
+        [((4, 12, 5), "w1", None)],
+    ),
+    "experts, padded": (
+        {"intermediate_size": 6},
+        [((6, 5), "w1", 2), ((6, 5), "w3", 2), ((6, 5), "w1", 3), ((6, 5), "w3", 3)],
+    ),
 }
 
 
@@ -105,10 +113,13 @@ def test_lazy_and_eager_agree_on_experts(tmp_path, case, moe_tp):
     parts = [(s, ("experts.w13_weight",), {"shard_id": w, "expert_id": e}) for s, w, e in parts]
     context = ParallelContext.of_rank(2 * moe_tp - 1, tp_size=2 * moe_tp, ep_size=2)
     loader = ExpertLoader(4, [-1, -1, 0, 1], **options)
-    lazy, eager, report = both_ways(tmp_path, loader, (2, 12 // moe_tp, 5), parts, context)
+    rows = 12 // moe_tp
+    room = rows + 4 * ("intermediate_size" in options)
+    lazy, eager, report = both_ways(tmp_path, loader, (2, room, 5), parts, context)
     assert torch.equal(lazy, eager)
     assert not lazy.isnan().any()
-    assert report.bytes_loaded == lazy.numel() * 4
+    assert report.bytes_loaded == 2 * rows * 5 * 4
+    assert (lazy == 0).sum() == 2 * (room - rows) * 5
 
 
 @pytest.mark.parametrize("coded", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
@@ -152,6 +163,10 @@ def contexts(layout):
 
 def share_of(name, context):
     """Which part of a tensor a rank keeps, worked out from its name alone."""
+    if name.endswith("experts.down_proj_bias"):
+        return 1 / context.ep_size
+    if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias", "experts.down_proj")):
+        return 1 / context.ep_size / context.moe_tp_size
     if ".experts." in name:
         expert = int(name.split(".experts.")[1].split(".")[0])
         here = expert * context.ep_size // 4 == context.ep_rank
@@ -162,7 +177,12 @@ def share_of(name, context):
         return (min(start + rows, 1000) - start) / 1000
     if ".k_proj" in name or ".v_proj" in name:
         return 1 / min(context.tp_size, SIZES["num_key_value_heads"])
-    if name.endswith(("o_proj.bias", "down_proj.bias")) or "norm" in name or "moe.gate" in name:
+    if (
+        name.endswith(("o_proj.bias", "down_proj.bias"))
+        or "norm" in name
+        or "moe.gate" in name
+        or "router" in name
+    ):
         return 1
     return 1 / context.tp_size
 
@@ -171,7 +191,8 @@ def share_of(name, context):
     ("kind", "layout"),
     [("llama", layout) for layout in LAYOUTS[:3]]
     + [("llama-tied", LAYOUTS[2])]
-    + [("mixtral", layout) for layout in LAYOUTS],
+    + [("mixtral", layout) for layout in LAYOUTS]
+    + [("gpt-oss", layout) for layout in (*LAYOUTS[1:2], *LAYOUTS[3:5], *LAYOUTS[6:])],
     ids=str,
 )
 def test_a_rank_reads_what_it_keeps(written, kind, layout):
@@ -189,13 +210,13 @@ def test_a_rank_reads_what_it_keeps(written, kind, layout):
         assert report.unexpected == []
         assert set(report.skipped) == {name for name, nbytes in wanted.items() if not nbytes}
 
-        read = dict.fromkeys(checkpoint.tensors, 0)
-        for piece, (name, entry) in itertools.product(report.plan.reads, checkpoint.tensors.items()):
-            if piece.file == entry.file:
-                read[name] += max(0, min(piece.end, entry.end) - max(piece.start, entry.start))
+        read = bytes_read_of(report, checkpoint)
         for name, nbytes in wanted.items():
             whole = checkpoint.tensors[name].nbytes
             cut_by_columns = name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight"))
+            if name.endswith(".gate_up_proj"):
+                cut_by_columns = context.moe_tp_size > 1
+            cut_by_columns |= name.endswith("_proj_bias")  # parts of little more than a page
             if nbytes and (cut_by_columns or whole <= SLACK_BYTES):
                 # A lone rank reads the rows that its columns lie in, and over gaps of less than a page.
                 assert nbytes <= read[name] <= whole
@@ -204,7 +225,7 @@ def test_a_rank_reads_what_it_keeps(written, kind, layout):
         assert report.bytes_read == sum(read.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "mixtral", "gpt-oss"])
 def test_a_lone_rank_computes_what_transformers_does(written, kind):
     checkpoint = written(kind)
     config = DecoderConfig.from_folder(checkpoint.folder)
@@ -213,3 +234,20 @@ def test_a_lone_rank_computes_what_transformers_does(written, kind):
     assert (logits_of(model, TOKENS) - checkpoint.logits).abs().max() <= 1e-4
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert tied == (kind == "llama-tied")
+
+
+def test_padding_is_written_on_every_load(written):
+    checkpoint = written("gpt-oss")
+    config = DecoderConfig.from_folder(checkpoint.folder)
+    config = dataclasses.replace(config, pad_heads_to=6, pad_experts_to=320)
+    model = make_model(config)(ParallelContext())
+    raywl.load_into(model, checkpoint.folder, **load_arguments(config))
+    first = {name: (param.data_ptr(), param.clone()) for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.data.fill_(math.nan)
+    raywl.load_into(model, checkpoint.folder, **load_arguments(config))
+    for name, param in model.named_parameters():
+        address, values = first[name]
+        assert param.data_ptr() == address
+        assert torch.equal(param, values), name
+    assert model.model.layers[0].self_attn.sinks[4:].tolist() == [-math.inf, -math.inf]

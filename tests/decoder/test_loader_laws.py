@@ -330,13 +330,15 @@ def test_vocabulary_refuses_what_does_not_fit():
     interleaved=st.booleans(),
     form=st.sampled_from(["one by one", "w1 and w3", "gate and up in one"]),
     bias=st.booleans(),
+    inner_and_pad=st.tuples(st.integers(1, 5), st.integers(0, 2)) | st.just((4, None)),
 )
 def test_experts_parts_make_the_whole(
-    experts, ep_size, moe_tp, placement, transposed, interleaved, form, bias
+    experts, ep_size, moe_tp, placement, transposed, interleaved, form, bias, inner_and_pad
 ):
-    """w13 and w2 of all ranks, put together again, are the checkpoint's tensors."""
-    hidden, inner = 3, 4
-    part = inner // moe_tp
+    """w13 and w2 of all ranks, put together again, are the checkpoint's tensors; padding is zero."""
+    hidden, (inner, pad) = 3, inner_and_pad
+    each = -(-inner // moe_tp)
+    part = each + (pad or 0)
     gate, up = numbered(experts, inner, hidden), -numbered(experts, inner, hidden)
     down = numbered(experts, hidden, inner) + 1000
     if bias:
@@ -350,7 +352,9 @@ def test_experts_parts_make_the_whole(
             num_local, expert_map = determine_expert_map(ep_size, context.ep_rank, experts, placement)
             w13 = unset(num_local, 2 * part, *rest)
             w2 = unset(num_local, hidden) if bias else unset(num_local, hidden, part)
-            loader = ExpertLoader(experts, expert_map, transposed=transposed, interleaved=interleaved)
+            loader = ExpertLoader(
+                experts, expert_map, transposed, interleaved, None if pad is None else inner
+            )
             shards = [(w13, "w1", gate), (w13, "w3", up), (w2, "w2", down)]
             if form == "gate and up in one":
                 shards = [(w13, "w1", both), (w2, "w2", down)]
@@ -363,7 +367,8 @@ def test_experts_parts_make_the_whole(
                 else:
                     loader(param, for_checkpoint(weight), "experts.w", shard_id, None)
         places = list(range(experts)) if expert_map is None else expert_map.tolist()
-        cut = slice(context.moe_tp_rank * part, (context.moe_tp_rank + 1) * part)
+        cut = slice(context.moe_tp_rank * each, (context.moe_tp_rank + 1) * each)
+        padded = range(len(range(inner)[cut]), part)
         for expert, place in enumerate(places):
             if place < 0:
                 continue
@@ -371,9 +376,14 @@ def test_experts_parts_make_the_whole(
             got_gate, got_up = (
                 w13[place].unflatten(0, (-1, 2) if interleaved else (2, -1)).unbind(1 if interleaved else 0)
             )
-            assert torch.equal(got_gate, gate[expert, cut])
-            assert torch.equal(got_up, up[expert, cut])
-            assert torch.equal(w2[place], down[expert] if bias else down[expert][:, cut])
+            for got, wanted in [(got_gate, gate), (got_up, up)]:
+                assert torch.equal(got[: padded.start], wanted[expert, cut])
+                assert not got[padded.start :].any()
+            if bias:
+                assert torch.equal(w2[place], down[expert])
+            else:
+                assert torch.equal(w2[place][:, : padded.start], down[expert][:, cut])
+                assert not w2[place][:, padded.start :].any()
     assert (seen == moe_tp).all()
 
 
@@ -390,6 +400,47 @@ def test_alternating_gate_and_up_stay_so():
     with tp(1, 2):
         ExpertLoader(1, interleaved=True)(w13, tagged, "experts.w13_weight", "w1", None)
     assert w13.flatten().tolist() == [5, 6, 7, 8]
+
+
+def test_alternating_gate_and_up_are_padded_behind():
+    """Taken apart again they are gates, zeros, ups, zeros."""
+    tagged = numbered(1, 8, 1)
+    loader = ExpertLoader(1, interleaved=True, intermediate_size=4)
+    w13 = unset(1, 8, 1)
+    with tp(1, 2):
+        loader(w13, tagged, "experts.w13_weight", "w1", None)
+    assert w13.flatten().tolist() == [5, 6, 7, 8, 0, 0, 0, 0]
+    assert w13[:, ::2].flatten().tolist() == [5, 7, 0, 0]
+    assert w13[:, 1::2].flatten().tolist() == [6, 8, 0, 0]
+
+
+@pytest.mark.parametrize("coded", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.uint8], ids=str)
+def test_padding_of_coded_experts_is_zero_bytes(coded):
+    """The smallest scale, or two fp4 zeros; neither becomes infinite."""
+    loader = ExpertLoader(1, interleaved=True, intermediate_size=2)
+    raw = torch.arange(100, 108, dtype=torch.uint8).view(1, 2, 4)
+    w13 = torch.full((1, 8, 4), 255, dtype=torch.uint8).view(coded)
+    w2 = torch.full((1, 2, 3), 255, dtype=torch.uint8).view(coded)
+    loader(w13, raw, "experts.w13_scale", "w1", None)
+    loader(w13, raw + 50, "experts.w13_scale", "w3", None)
+    loader(w2, raw[:, :, :2], "experts.w2_scale", "w2", None)
+    gate, up = w13.view(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    assert torch.equal(gate[:, :2], raw)
+    assert torch.equal(up[:, :2], raw + 50)
+    assert not gate[:, 2:].any()
+    assert not up[:, 2:].any()
+    assert w2.view(torch.uint8).tolist() == [[[100, 101, 0], [104, 105, 0]]]
+
+
+def test_padded_experts_that_have_no_room_are_refused():
+    loader, w13 = ExpertLoader(1, intermediate_size=5), unset(1, 4, 3)
+    with tp(1, 2), pytest.raises(ShapeMismatchError, match=r"no room .* 5 \(rank 1 of 2"):
+        loader(w13, numbered(1, 10, 3), "experts.w13_weight", "w1", None)
+    with pytest.raises(ShapeMismatchError):
+        loader(unset(1, 12, 3), numbered(1, 12, 3), "experts.w13_weight", "w1", None)
+    with pytest.raises(ValueError, match="intermediate_size must be at least 1, got 0"):
+        ExpertLoader(1, intermediate_size=0)
+    assert w13.isnan().all()
 
 
 def test_without_a_map_a_parameter_with_room_takes_all_experts():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import secrets
 import subprocess
@@ -15,15 +17,38 @@ import torch
 from parallel_decoder import DecoderConfig, greedy, load_arguments, logits_of, make_model
 
 import raywl
+from raywl.plan.reads import SLACK_BYTES
 
-from .conftest import TOKENS
+from .conftest import TOKENS, bytes_read_of
 
-LLAMA_LAYOUTS = [{"tp_size": 1}, {"tp_size": 2}, {"tp_size": 4}]
-MIXTRAL_LAYOUTS = [
-    *LLAMA_LAYOUTS,
-    {"tp_size": 2, "ep_size": 2},
-    {"tp_size": 4, "ep_size": 2},
-    {"tp_size": 2, "dp_size": 2, "ep_size": 2},
+PADDED = {"pad_heads_to": 6, "pad_experts_to": 320}
+TP_2, TP_4 = {"tp_size": 2}, {"tp_size": 4}
+EP_2 = {"tp_size": 2, "ep_size": 2}
+EP_2_OF_4 = {"tp_size": 4, "ep_size": 2}
+DP_2 = {"tp_size": 2, "dp_size": 2, "ep_size": 2}
+# What is launched, and what its ranks load besides: kind, layout, padding.
+LAUNCHES = [
+    (("gpt-oss", {"tp_size": 1}, {}), [("gpt-oss", {"tp_size": 1}, PADDED)]),
+    (
+        ("gpt-oss", TP_2, PADDED),
+        [
+            (kind, TP_2, {})
+            for kind in ("gpt-oss", "llama", "llama-tied", "mistral", "mixtral", "qwen2", "qwen3")
+        ],
+    ),
+    (("gpt-oss", EP_2, {}), [("gpt-oss", EP_2, PADDED), ("mixtral", EP_2, {}), ("mixtral", EP_2, PADDED)]),
+    (
+        ("mixtral", EP_2_OF_4, {}),
+        [
+            ("gpt-oss", EP_2_OF_4, {}),
+            ("gpt-oss", TP_4, {"pad_experts_to": 65}),
+            ("gpt-oss", DP_2, {}),
+            ("llama", TP_4, {}),
+            ("llama-tied", TP_4, {}),
+            ("mixtral", TP_4, {}),
+            ("mixtral", DP_2, PADDED),
+        ],
+    ),
 ]
 
 
@@ -36,7 +61,8 @@ def local_ray(tmp_path_factory):
     patch.setenv("RAY_AUTH_MODE", os.environ.get("RAY_AUTH_MODE", "token"))
     patch.setenv("RAY_AUTH_TOKEN_PATH", os.environ.get("RAY_AUTH_TOKEN_PATH", str(token)))
     patch.delenv("RAY_ADDRESS", raising=False)
-    ray.cloudpickle.register_pickle_by_value(parallel_decoder)
+    for module in (parallel_decoder, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)
     ray.init(
         address="local",
         num_cpus=4,
@@ -49,50 +75,105 @@ def local_ray(tmp_path_factory):
     patch.undo()
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("llama", layout) for layout in LLAMA_LAYOUTS]
-    + [("llama-tied", layout) for layout in LLAMA_LAYOUTS]
-    + [("mixtral", layout) for layout in MIXTRAL_LAYOUTS],
-    ids=str,
-)
-@pytest.mark.usefixtures("local_ray")
-def test_logits_are_those_of_transformers(written, kind, layout):
-    checkpoint = written(kind)
-    config = DecoderConfig.from_folder(checkpoint.folder)
-    with raywl.launch(
-        checkpoint.folder, make_model(config), timeout_s=120.0, **layout, **load_arguments(config)
-    ) as group:
-        for logits in group.run(logits_of, TOKENS):
-            assert (logits - checkpoint.logits).abs().max() <= 1e-4
-        for tokens in group.run(greedy, TOKENS[0], 5):
-            assert tokens == checkpoint.greedy
-        report = group.report
-        opened = raywl.open_checkpoint(checkpoint.folder)
+def config_of(checkpoint, padding):
+    return dataclasses.replace(DecoderConfig.from_folder(checkpoint.folder), **padding)
+
+
+def facts_of(model, tokens):
+    """On a rank: logits, its sinks, and how many of its experts' values are zero."""
+    params = dict(model.named_parameters())
+    sinks = [param.tolist() for name, param in params.items() if name.endswith(".sinks")]
+    zeros = {name: int((param == 0).sum()) for name, param in params.items() if ".experts." in name}
+    return logits_of(model, tokens), sinks, zeros
+
+
+def load_more(_model, config, folder, layout, tokens):
+    """On a rank: another model, in any layout of as many ranks, over the group's process group."""
+    context = raywl.ParallelContext.of_rank(raywl.current_context().rank, **layout)
+    model = make_model(config)(context)
+    report = raywl.load_into(model, folder, parallel=context, **load_arguments(config))
+    return report, *facts_of(model, tokens)
+
+
+def check(checkpoint, layout, config, reports, facts):
+    """Everything was loaded, each rank read its experts alone, and computes what transformers does."""
+    opened = raywl.open_checkpoint(checkpoint.folder)
+    names = {name for report in reports for name in report.loaded}
+    assert names == set(opened.tensors)
+    for rank, (report, (logits, sinks, zeros)) in enumerate(zip(reports, facts, strict=True)):
         assert report.missing == []
         assert report.unexpected == []
-        assert set(report.loaded) == set(opened.tensors)
-        if layout == {"tp_size": 2, "ep_size": 2}:
-            # Whole experts: nobody reads another's.
-            experts = sum(entry.nbytes for name, entry in opened.tensors.items() if ".experts." in name)
-            dense = opened.nbytes - experts
-            for rank in report.ranks:
-                assert rank.bytes_read <= experts / 2 + dense
-                assert len([name for name in rank.skipped if ".experts." in name]) == 2 * 2 * 3
+        assert (logits - checkpoint.logits).abs().max() <= 1e-4
+        context = raywl.ParallelContext.of_rank(rank, **layout)
+        check_padding(checkpoint, context, config, sinks, zeros)
+        read = bytes_read_of(report, opened)
+        if not padding_of(config):
+            # With padding some is read on its own, and fewer gaps are read over.
+            assert report.bytes_read == sum(read.values())
+        if context.moe_tp_size == 1:
+            # Parts of less than a page may lie in gaps that are read over.
+            heavy = {
+                name: entry.nbytes
+                for name, entry in opened.tensors.items()
+                if ".experts." in name and entry.nbytes > SLACK_BYTES * config.num_experts
+            }
+            assert sum(read[name] for name in heavy) <= 1.02 * sum(heavy.values()) / context.ep_size
 
 
+def padding_of(config):
+    return config.pad_heads_to or config.pad_experts_to
+
+
+def check_padding(checkpoint, context, config, sinks, zeros):
+    local = config.num_attention_heads // context.tp_size
+    for layer, values in enumerate(sinks):
+        whole = weight_of(checkpoint, f"model.layers.{layer}.self_attn.sinks").tolist()
+        own = whole[context.tp_rank * local : (context.tp_rank + 1) * local]
+        assert values == own + [-math.inf] * ((config.pad_heads_to or local) - local)
+    if config.num_experts:
+        width = -(-config.intermediate_size // context.moe_tp_size)
+        more = (config.pad_experts_to or width) - width
+        each = config.num_experts // context.ep_size * config.hidden_size * more
+        for name, count in zeros.items():
+            if name.endswith("weight"):
+                assert count == each * (2 if "w13" in name else 1)
+
+
+def weight_of(checkpoint, name):
+    return dict(raywl.open_checkpoint(checkpoint.folder).iter_weights([name]))[name]
+
+
+@pytest.mark.parametrize(("launched", "more"), LAUNCHES, ids=["1 rank", "tp 2", "tp 2, ep 2", "4 ranks"])
+@pytest.mark.usefixtures("local_ray")
+def test_logits_are_those_of_transformers(written, launched, more):
+    kind, layout, padding = launched
+    checkpoint = written(kind)
+    config = config_of(checkpoint, padding)
+    with raywl.launch(
+        checkpoint.folder, make_model(config), timeout_s=150.0, **layout, **load_arguments(config)
+    ) as group:
+        assert group.report.missing == []
+        assert group.report.unexpected == []
+        check(checkpoint, layout, config, group.report.ranks, group.run(facts_of, TOKENS))
+        for tokens in group.run(greedy, TOKENS[0], 5):
+            assert tokens == checkpoint.greedy
+        for kind, layout, padding in more:
+            checkpoint = written(kind)
+            config = config_of(checkpoint, padding)
+            answers = group.run(load_more, config, checkpoint.folder, layout, TOKENS)
+            check(checkpoint, layout, config, [report for report, *_ in answers], [f for _, *f in answers])
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_the_script(written, tmp_path):
-    """As a user runs it, from another folder."""
-    checkpoint = written("mixtral")
+    """As a user runs it on a cluster, from another folder."""
+    checkpoint = written("gpt-oss")
     script = Path(parallel_decoder.__file__).with_name("run.py")
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(32))
-    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    options = ["--tp", "2", "--ep", "2", "--check", "--tokens", "5", "--prompt", *map(str, TOKENS[0])]
+    options = ["--address", ray.get_runtime_context().gcs_address]
+    options += ["--tp", "2", "--ep", "2", "--check", "--tokens", "5", "--prompt", *map(str, TOKENS[0])]
     done = subprocess.run(
         [sys.executable, str(script), checkpoint.folder, *options],
         cwd=tmp_path,
-        env={**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
         capture_output=True,
         text=True,
         timeout=150,
@@ -134,9 +215,11 @@ def test_attention_with_sinks_is_that_of_gpt_oss():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "'bert'.*'llama', 'mixtral'"),
+        ({"model_type": "bert"}, "'bert'.*'llama', 'mistral'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "'yarn' with mscale"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
     ],
 )
 def test_what_it_does_not_compute_is_refused(written, change, message):
@@ -159,3 +242,32 @@ def test_cuts_that_are_not_possible_are_refused(written, layout, message):
     config = DecoderConfig.from_folder(written("llama").folder)
     with pytest.raises(ValueError, match=message):
         make_model(config)(raywl.ParallelContext(**layout))
+
+
+@pytest.mark.parametrize("num_heads", [2, 5])
+def test_padding_that_is_not_possible_is_refused(written, num_heads):
+    config = config_of(written("llama"), {"pad_heads_to": num_heads})
+    with pytest.raises(ValueError, match=f"4 heads in groups of 2 can't be padded to {num_heads}"):
+        make_model(config)(raywl.ParallelContext())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0},
+        {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"factor": 2.0, "original_max_position_embeddings": 8192, "attention_factor": 1.5},
+    ],
+)
+def test_stretched_rope_is_that_of_transformers(rope):
+    transformers = pytest.importorskip("transformers")
+    from parallel_decoder.rope import Rope
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        head_dim=64, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **rope}
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    ours = Rope.from_dict(config.to_dict())
+    assert torch.allclose(ours.frequencies(64), expected, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(scale)

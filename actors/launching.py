@@ -260,7 +260,9 @@ class _Launch:
         """Registers the group; again where the coordinator was just ending."""
         for attempt in range(1, _TRIES + 1):
             try:
-                gather([make_coordinator().keep.remote(group)], [COORDINATOR], self._deadline)
+                # Older Rays lose a handle that only a method of it is held of.
+                coordinator = make_coordinator()
+                gather([coordinator.keep.remote(group)], [COORDINATOR], self._deadline)
                 return
             except NodeLostError:
                 if attempt == _TRIES:
@@ -358,7 +360,8 @@ def _keep_once(connection: Connection, group: Group) -> bool:
     # Any call to Ray would join or start one again by itself.
     if not is_connected(connection):
         return False
-    ray.get(make_coordinator().keep.remote(group), timeout=group.lease_s / 3)
+    coordinator = make_coordinator()
+    ray.get(coordinator.keep.remote(group), timeout=group.lease_s / 3)
     return True
 
 

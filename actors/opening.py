@@ -38,7 +38,8 @@ def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadl
     opened: list[Opened] = settled.results
     identities = {node.node_id: found.identity for node, found in zip(nodes, opened, strict=True)}
     labels = {node.node_id: node.label for node in nodes}
-    asked = make_coordinator().agree.remote(request.group, identities, labels)
+    coordinator = make_coordinator()
+    asked = coordinator.agree.remote(request.group, identities, labels)
     try:
         identity: str = ray.get(asked, timeout=max(1.0, deadline.remaining_s()))
     except ray.exceptions.RayError as error:

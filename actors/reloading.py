@@ -14,11 +14,11 @@ from raywl.actors.rank import Job
 from raywl.actors.raycalls import Node, find_agents, gather
 from raywl.actors.requests import request_for_nodes
 from raywl.errors import RaywlError
-from raywl.loading.reload import ReloadReport
 from raywl.report import GroupReport
 
 if TYPE_CHECKING:
     from raywl.actors.group import GroupParts
+    from raywl.loading.reload import ReloadReport
 
 __all__ = ["reload_group"]
 

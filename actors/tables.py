@@ -21,12 +21,13 @@ from raywl.actors.raycalls import Node, alive_nodes, gather, hold_agents, make_a
 from raywl.actors.requests import request_for_nodes
 from raywl.actors.shelf import TableParts, TableRequest
 from raywl.errors import CapacityError, ClusterError, CorruptFileError
-from raywl.tables import PlasmaBudget, RowReader, TableLayout
+from raywl.tables import PlasmaBudget, TableLayout
 
 if TYPE_CHECKING:
     import torch
 
     from raywl.opening import Checkpoint
+    from raywl.tables.rows import RowReader
 
 __all__ = ["SharedTable", "share_table"]
 
@@ -191,7 +192,8 @@ class SharedTable:
             asked = []
             for node in alive_nodes():
                 with contextlib.suppress(Exception):
-                    asked.append(make_agent(node).drop_table.remote(self.name))
+                    agent = make_agent(node)
+                    asked.append(agent.drop_table.remote(self.name))
             ray.wait(asked, num_returns=max(1, len(asked)), timeout=10.0)
 
     def __enter__(self) -> Self:
@@ -212,6 +214,9 @@ class SharedTable:
             if self._closed:
                 raise ClusterError(f"table {self.name!r} is closed in this process")
             if self._mapped is None:
+                # Here, since it imports torch, which agents and drivers can do without.
+                from raywl.tables.rows import RowReader
+
                 chunks = self._chunks(self._parts())
                 self._mapped = (RowReader(self._request.layout, chunks), chunks)
             return self._mapped

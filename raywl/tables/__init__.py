@@ -1,4 +1,4 @@
-"""Tables of rows in chunks of plain bytes: cut, measured, and (in `rows`) gathered from. Knows nothing of Ray."""
+"""Tables of rows in chunks of plain bytes, without Ray: their layout here, gathering rows in `rows`."""
 
 from raywl.tables.layout import PlasmaBudget, TableLayout
 

@@ -20,7 +20,7 @@ from raywl.loading.record import Recorder
 from raywl.loading.targets import Target, collect_targets, is_dtensor, materialise
 from raywl.loading.tp_plan import shards_from_tp_plan
 from raywl.opening import Checkpoint
-from raywl.plan import LoadPlan, copy_of_box, local_box
+from raywl.plan import Copy, LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
 from raywl.readers import OpenFiles
 from raywl.readers.memory import can_convert, dtype_name
@@ -271,6 +271,8 @@ class Binding:
         with recorder:
             if plan is not None:
                 for copy in plan.copies:
+                    self._check_copy(copy, recorder)
+                for copy in plan.copies:
                     recorder.declare(copy)
                 self.used = {copy.tensor for copy in plan.copies}
                 self.routed = {self.by_name[name].name for name in plan.targets}
@@ -360,6 +362,18 @@ class Binding:
                 name = next(name for name in target.names if param_name in name)
                 lacking.append(name.replace(param_name, weight_name, 1))
         return lacking
+
+    def _check_copy(self, copy: Copy, recorder: Recorder) -> None:
+        """A plan's file may have been damaged: no copy may leave its tensor or its parameter."""
+        entry, view = self.checkpoint.tensors.get(copy.tensor), recorder.views.get(copy.target)
+        if (
+            entry is None
+            or view is None
+            or entry.file != copy.file
+            or not entry.start <= copy.src_start <= copy.src_end <= entry.end
+            or not 0 <= copy.dst_start <= copy.dst_end <= view.nbytes
+        ):
+            raise ValueError(f"the plan is damaged: its copy of {copy.tensor} to {copy.target} doesn't fit")
 
     def _check_plan(self, plan: LoadPlan) -> None:
         """A plan is used for what it was made for, or not at all."""

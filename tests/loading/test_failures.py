@@ -1,4 +1,4 @@
-"""Files that change, end early or can't be read; loaders that fail: an error by name, and a model as it was."""
+"""Files that change, end early or can't be read; loaders that fail: errors by name."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_values_read_early_from_a_file_that_ends_are_an_error_not_a_signal(tmp_p
     path = tmp_path / "model.safetensors"
 
     def load(model, weights):
-        for index, (name, w) in enumerate(weights):
+        for index, (_, w) in enumerate(weights):
             if index == 1:
                 os.truncate(path, 4096)
                 w.max()
@@ -305,7 +305,7 @@ def test_progress_counts_up_to_the_whole(tmp_path, monkeypatch):
 def test_a_file_that_may_not_be_read(write):
     checkpoint = raywl.open_checkpoint(write({"a": A}, {"b": A}))
     os.chmod(checkpoint.path(SHARD), 0)
-    with pytest.raises(CheckpointError, match="model-00002.*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"model-00002.*Permission denied"):
         raywl.load_into(Model({"a": filled(3, 4), "b": filled(3, 4)}), checkpoint)
 
 

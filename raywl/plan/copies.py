@@ -87,13 +87,18 @@ def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
     """Bytes from the first byte of the first element to one past the last byte of the last."""
-    if 0 in shape:
-        return 0
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + itemsize
+    span = itemsize
+    for size, stride in zip(shape, strides, strict=True):
+        if not size:
+            return 0
+        span += (size - 1) * stride
+    return span
 
 
 def normalise(copy: Copy) -> Copy:
     """The same copy with dims in the file's order, and dims that both sides walk as one made one."""
+    if len(copy.shape) == 1 and copy.shape[0] != 1:
+        return copy
     dims = sorted(
         (dim for dim in zip(copy.shape, copy.src_strides, copy.dst_strides, strict=True) if dim[0] != 1),
         key=lambda dim: (-dim[1], -dim[2]),
@@ -125,6 +130,9 @@ def split(copy: Copy, limit_bytes: int, gap_bytes: int) -> Iterator[Copy]:
         yield copy
         return
     size, src, dst = copy.shape[0], copy.src_strides[0], copy.dst_strides[0]
+    if len(copy.shape) == 1 and src == copy.itemsize and size * src <= limit_bytes:
+        yield copy
+        return
     inner = span_of(copy.shape[1:], copy.src_strides[1:], copy.itemsize)
     if copy.src_end - copy.src_start <= limit_bytes and src - inner <= gap_bytes:
         yield copy

@@ -21,6 +21,8 @@ class Pending:
     one by one.
     """
 
+    __slots__ = ("_apart", "_copies", "_crossing", "_starts")
+
     def __init__(self) -> None:
         self._copies: list[Copy] = []
         self._starts: list[int] = []
@@ -33,6 +35,9 @@ class Pending:
     def add(self, copy: Copy) -> None:
         """Takes a copy."""
         self._copies.append(copy)
+        if len(self._copies) == 1:
+            self._starts, self._apart = [copy.dst_start], [copy]
+            return
         if next(self._near(copy), None) is not None:
             self._crossing.append(copy)
             return
@@ -42,6 +47,8 @@ class Pending:
 
     def may_overlap(self, copy: Copy) -> bool:
         """Whether a copy could write a byte that one of these writes."""
+        if not self._copies:
+            return False
         return any(may_overlap(copy, other) for other in self._near(copy)) or any(
             may_overlap(copy, other) for other in self._crossing
         )

@@ -55,37 +55,35 @@ def schedule(copies: Iterable[Copy], file_order: dict[str, int]) -> list[Read]:
         if 0 not in copy.shape
         for piece in split(normalise(copy), WINDOW_BYTES, GAP_BYTES)
     ]
-    pieces.sort(key=lambda piece: (file_order[piece.file], piece.src_start, piece.src_end))
+    # Each piece with its end, which takes arithmetic and is asked for often.
+    ends = [(file_order[piece.file], piece.src_start, piece.src_end, at) for at, piece in enumerate(pieces)]
     reads: list[Read] = []
     group: list[Copy] = []
-    end = 0
-    for piece in pieces:
-        if group and not _fits(group, end, piece):
-            reads.append(_read_of(group, end))
+    end, direct = 0, False
+    for _, _, piece_end, at in sorted(ends):
+        piece = pieces[at]
+        piece_direct = piece.is_direct
+        if group and not (piece_direct == direct and _fits(group, end, direct, piece, piece_end)):
+            reads.append(Read(group[0].file, group[0].src_start, end, direct, tuple(group)))
             group = []
-        end = max(end, piece.src_end) if group else piece.src_end
+        end = max(end, piece_end) if group else piece_end
+        direct = piece_direct
         group.append(piece)
     if group:
-        reads.append(_read_of(group, end))
+        reads.append(Read(group[0].file, group[0].src_start, end, direct, tuple(group)))
     return reads
 
 
-def _fits(group: list[Copy], end: int, piece: Copy) -> bool:
-    """Whether `piece` can join a group that reaches to byte `end`."""
+def _fits(group: list[Copy], end: int, direct: bool, piece: Copy, piece_end: int) -> bool:
+    """Whether `piece` can join a group of its kind that reaches to byte `end`."""
     first = group[0]
     if piece.file != first.file or len(group) >= MAX_PIECES:
         return False
     overlaps = piece.src_start < end
-    if piece.is_direct != first.is_direct:
-        return False
-    if piece.is_direct:
+    if direct:
         # A run that two destinations want is read twice: a read scatters each byte to one place.
         near = not overlaps and piece.src_start - end <= SLACK_BYTES
-        return near and piece.src_end - first.src_start <= WINDOW_BYTES
+        return near and piece_end - first.src_start <= WINDOW_BYTES
     # Scratch stays small, unless several copies want the same bytes.
     limit = WINDOW_BYTES if overlaps else SHARED_BYTES
-    return piece.src_start - end <= SLACK_BYTES and max(end, piece.src_end) - first.src_start <= limit
-
-
-def _read_of(group: list[Copy], end: int) -> Read:
-    return Read(group[0].file, group[0].src_start, end, group[0].is_direct, tuple(group))
+    return piece.src_start - end <= SLACK_BYTES and max(end, piece_end) - first.src_start <= limit

@@ -14,9 +14,11 @@ from raywl.actors.failures import Place, as_raywl_error
 from raywl.actors.names import Hello, mine
 from raywl.actors.requests import SourceRequest
 from raywl.actors.shelf import ShelfLink, TableParts, TableRequest, TableShelf
+from raywl.actors.warming import PageWarmer
 from raywl.checkpoint import TensorEntry
 from raywl.coordination import Beat
 from raywl.errors import CheckpointError
+from raywl.node.prefetch import FileRange
 from raywl.tables import PlasmaBudget
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._opened: dict[str, tuple[Opened, bytes]] = {}
+        self._warmers: dict[str, PageWarmer] = {}
         self._shelf = TableShelf(node_id, label, link)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
@@ -116,6 +119,21 @@ class NodeAgent:
         with self._lock:
             self._opened.pop(group, None)
             self._opening.pop(group, None)
+            warmer = self._warmers.pop(group, None)
+        if warmer is not None:
+            warmer.stop()
+
+    def warm(self, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
+        """Fills the page cache with what a rank of this node is about to read; returns at once."""
+        with self._lock:
+            warmer = self._warmers.setdefault(group, PageWarmer())
+        warmer.add(paths, ranges)
+
+    def warmed(self) -> dict[str, dict[str, Any]]:
+        """By group: bytes that ranks asked to have in the page cache, and bytes that were read for it."""
+        with self._lock:
+            warmers = dict(self._warmers)
+        return {group: warmer.status() for group, warmer in warmers.items()}
 
     def table_entry(self, request: SourceRequest, tensor: str) -> tuple[TensorEntry, str]:
         """Where a tensor lies, and the checkpoint's identity on this node.
@@ -171,9 +189,11 @@ class NodeAgent:
         # Of drivers that died. Where the coordinator is too new to know a group, its ranks' next
         # question opens the checkpoint again.
         with self._lock:
-            for group in [name for name in self._opened if name not in groups]:
-                self._opened.pop(group)
-                self._opening.pop(group, None)
+            known = {*self._opened, *self._warmers}
+        for group in known:
+            # A group's reloads are named below it.
+            if group.partition("/")[0] not in groups:
+                self.close(group)
 
     def _heartbeats(self) -> None:
         pause, pause_s, last_answer_s = threading.Event(), _FIRST_PAUSE_S, time.monotonic()

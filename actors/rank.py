@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,9 @@ from raywl.types import ParallelContext
 if TYPE_CHECKING:
     import torch
 
+    from raywl.checkpoint import Manifest
     from raywl.loading.reload import ReloadReport
+    from raywl.node.prefetch import FileRange
     from raywl.opening import Checkpoint
     from raywl.report import LoadReport
 
@@ -39,6 +41,9 @@ class RankLink(Protocol):
 
     def checkpoint(self, node_id: str, request: SourceRequest, identity: str, timeout_s: float) -> bytes:
         """The pickled checkpoint, from the agent of the node."""
+
+    def warm(self, node_id: str, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
+        """Asks the agent of the node to fill the page cache; doesn't wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +186,12 @@ class RankLoader:
             model = factory(self._spec.context)
             if not isinstance(model, torch.nn.Module):
                 raise TypeError(f"it returned {type(model).__name__}, not a torch.nn.Module")
-        with self._as_raywl("load_into"), self._spec.context, warnings.catch_warnings():
+        with (
+            self._as_raywl("load_into"),
+            self._spec.context,
+            self._warmed_by_agent(job),
+            warnings.catch_warnings(),
+        ):
             from raywl.loading import load_into
 
             # The driver says it once, for all ranks together.
@@ -217,7 +227,7 @@ class RankLoader:
             RaywlError: As `raywl.reload_into`; with rank and node.
         """
         checkpoint = self._checkpoint(job)
-        with self._as_raywl("reload_into"), self._spec.context:
+        with self._as_raywl("reload_into"), self._spec.context, self._warmed_by_agent(job):
             from raywl.loading import reload_into
 
             arguments = {k: v for k, v in self._arguments.items() if k != "device"}
@@ -230,6 +240,20 @@ class RankLoader:
             )
         report.node = self._spec.node
         return report
+
+    @contextlib.contextmanager
+    def _warmed_by_agent(self, job: Job) -> Iterator[None]:
+        """Prefetches through the node's agent, which reads for all ranks of the node what they want."""
+        from raywl.readers.prefetching import prefetch_with
+
+        @contextlib.contextmanager
+        def warm(manifest: Manifest, ranges: Sequence[FileRange]) -> Iterator[None]:
+            paths = {file.name: manifest.path(file.name) for file in manifest.files}
+            self._link.warm(self._spec.node_id, job.request.group, paths, list(ranges))
+            yield
+
+        with prefetch_with(warm):
+            yield
 
     def _loaded(self) -> torch.nn.Module:
         if self._model is None:

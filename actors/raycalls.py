@@ -27,6 +27,7 @@ from raywl.actors.shelf import TableParts, TableRequest
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
+from raywl.node.prefetch import FileRange
 
 __all__ = [
     "Link",
@@ -127,6 +128,11 @@ class Link:
         agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
         pickled: bytes = _asked(agent.checkpoint.remote(request, identity), timeout_s)
         return pickled
+
+    def warm(self, node_id: str, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
+        """Asks the agent of the calling rank's own node to fill the page cache; doesn't wait."""
+        agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+        agent.warm.remote(group, paths, ranges)
 
 
 def _asked(ref: Any, timeout_s: float) -> Any:

@@ -37,7 +37,7 @@ class Checkpoint(Manifest):
 
         Args:
             names: Only these; all by default.
-            strategy: How files are read: `"auto"` (as `None`) or `"buffered"`.
+            strategy: How files are read: `"auto"` (as `None`), `"buffered"` or `"prefetch"`.
             local_expert_ids: Leave out the heavy tensors of all other experts.
             progress: `True` for a bar on standard error, or a callable.
 

@@ -25,6 +25,7 @@ from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers import OpenFiles, choose_num_threads, execute
 from raywl.readers.memory import dtype_name
+from raywl.readers.prefetching import prefetching
 from raywl.readers.strategy import check_strategy
 from raywl.report import LoadReport
 from raywl.types import ParallelContext
@@ -71,7 +72,7 @@ def load_into(
             `param_name`, and that parameter's `weight_loader(param, weight, shard_id)` is called.
         expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise, with
             `weight_loader(param, weight, name, shard_id=..., expert_id=...)`.
-        strategy: How files are read: `"auto"` (as `None`) or `"buffered"`.
+        strategy: How files are read: `"auto"` (as `None`), `"buffered"` or `"prefetch"`.
         plan: A recorded or saved plan of the same checkpoint, rank and model, to use instead of names
             and loaders.
         strict: `True`: a parameter or persistent buffer that stays unset is an error. `"exact"`: so is
@@ -107,7 +108,7 @@ def load_into(
         expert_mapping=expert_mapping, device=device,
     )  # fmt: skip
     with context, torch.no_grad(), _one_torch_thread(), OpenFiles(checkpoint) as files:
-        _load(model, binding, files, report, plan, strict, make_progress(progress))
+        _load(model, binding, files, report, plan, strict, strategy, make_progress(progress))
     report.seconds = time.perf_counter() - start
     return report
 
@@ -119,6 +120,7 @@ def _load(
     report: LoadReport,
     plan: LoadPlan | None,
     strict: bool | str,
+    strategy: str | None,
     progress: Progress | None,
 ) -> None:
     clock = time.perf_counter()
@@ -144,7 +146,8 @@ def _load(
         clock = time.perf_counter()
         recorder.started = bool(reads) or recorder.started
         count = _Count(sum(read.end - read.start for read in reads), progress)
-        execute(reads, files, recorder.views, num_threads=num_threads, on_bytes=count)
+        with prefetching(binding.checkpoint, reads, strategy, report.notes):
+            execute(reads, files, recorder.views, num_threads=num_threads, on_bytes=count)
         files.check_unchanged()
         report.phases["read"] = time.perf_counter() - clock
     except Exception as error:
@@ -186,7 +189,8 @@ def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmad
         if not target.persistent or target.name in binding.may_miss:
             continue
         written = recorder.written.get(target.name)
-        nbytes = target.local.numel() * target.local.itemsize
+        local = target.local
+        nbytes = local.numel() * local.itemsize
         set_nbytes = 0 if written is None else recorder.set_nbytes(target.name)
         if written is None or not (set_nbytes or written.otherwise or target.name in binding.routed):
             report.missing.append(target.name)

@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from raywl.checkpoint import Manifest
-from raywl.checkpoint.dtypes import torch_dtype, torch_shape
+from raywl.checkpoint.dtypes import TORCH_NAMES, torch_dtype, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
 from raywl.plan import copy_of_box
-from raywl.plan.copies import contiguous_strides
-from raywl.plan.reads import schedule
+from raywl.plan.copies import contiguous_strides, itemsize_of
+from raywl.plan.reads import Read, schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers.execute import choose_num_threads, execute
 from raywl.readers.files import OpenFiles
-from raywl.readers.memory import ByteView, dtype_name
+from raywl.readers.memory import ByteView
+from raywl.readers.prefetching import prefetching
 from raywl.readers.strategy import check_strategy
 from raywl.remap.experts import should_skip_weight
 
@@ -36,26 +37,35 @@ def iter_weights(
         manifest.entry(name)
     ids = None if local_expert_ids is None else set(local_expert_ids)
     wanted = [name for name in wanted if not should_skip_weight(name, ids)]
-    return _read(manifest, sorted_for_iteration(wanted, manifest.tensors), make_progress(progress))
+    return _read(manifest, sorted_for_iteration(wanted, manifest.tensors), strategy, make_progress(progress))
 
 
 def _read(
-    manifest: Manifest, names: list[str], progress: Progress | None
+    manifest: Manifest, names: list[str], strategy: str | None, progress: Progress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    plans = {name: _reads_of(manifest, name) for name in names}
+    all_reads = [read for reads in plans.values() for read in reads]
     total = sum(manifest.tensors[name].nbytes for name in names)
     done = 0
-    with OpenFiles(manifest) as files:
+    with OpenFiles(manifest) as files, prefetching(manifest, all_reads, strategy, []):
         for name in names:
             entry = manifest.tensors[name]
             tensor = torch.empty(torch_shape(entry.dtype, entry.shape), dtype=torch_dtype(entry.dtype))
             if entry.nbytes:
-                strides = contiguous_strides(tuple(tensor.shape), tensor.itemsize)
-                box = tuple((0, size) for size in tensor.shape)
-                dtype = dtype_name(tensor.dtype)
-                reads = schedule([copy_of_box(name, entry, box, name, strides, dtype)], {entry.file: 0})
-                execute(reads, files, {name: ByteView(tensor)}, num_threads=choose_num_threads(1))
+                execute(plans[name], files, {name: ByteView(tensor)}, num_threads=choose_num_threads(1))
             done += entry.nbytes
             if progress is not None:
                 progress(done, total, "read")
             yield name, tensor
         files.check_unchanged()
+
+
+def _reads_of(manifest: Manifest, name: str) -> list[Read]:
+    """The reads of one whole tensor into memory of its own."""
+    entry = manifest.tensors[name]
+    shape, dtype = torch_shape(entry.dtype, entry.shape), TORCH_NAMES[entry.dtype]
+    if not entry.nbytes:
+        return []
+    box = tuple((0, size) for size in shape)
+    copy = copy_of_box(name, entry, box, name, contiguous_strides(shape, itemsize_of(dtype)), dtype)
+    return schedule([copy], {entry.file: 0})

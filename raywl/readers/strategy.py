@@ -4,8 +4,9 @@ from __future__ import annotations
 
 __all__ = ["STRATEGIES", "check_strategy"]
 
-STRATEGIES = ("auto", "buffered")
-"""`buffered` is parallel `preadv` through the page cache; `auto` chooses it."""
+STRATEGIES = ("auto", "buffered", "prefetch")
+"""`buffered` is parallel `preadv` through the page cache; `prefetch` the same, while other threads fill
+the page cache ahead of it; `auto` takes the second for network file systems, the first elsewhere."""
 
 
 def check_strategy(strategy: str | None) -> None:

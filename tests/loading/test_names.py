@@ -183,7 +183,7 @@ def test_a_tp_plan_with_and_without_prefix(write, prefix):
     with pytest.raises(ValueError, match=r"dim 0 of .*8 is not a multiple of 3"):
         raywl.load_into(net, folder, parallel=ParallelContext(tp_size=3), tp_plan={"layers.*": "colwise"})
     assert net.model.layers[0].weight.is_meta
-    with pytest.raises(ShapeMismatchError, match=r"rank 1 of 2 keeps \[4, 6\] of \[8, 6\]"):
+    with pytest.raises(ShapeMismatchError, match=r"rank 1 of 2 keeps .4.* of .8"):
         raywl.load_into(Net(), folder, parallel=context, tp_plan={"layers.*": "colwise"})
 
 

@@ -36,10 +36,16 @@ class TableLayout:
         """The layout of a checkpoint's tensor.
 
         Raises:
-            CheckpointError: A 0-d tensor has no rows.
+            CheckpointError: A 0-d tensor has no rows; or torch can't hold what it is of.
             ValueError: Fewer than one row to a chunk.
         """
-        return cls.of(name, TORCH_NAMES[entry.dtype], torch_shape(entry.dtype, entry.shape), rows_per_chunk)
+        if entry.dtype not in TORCH_NAMES:
+            raise CheckpointError(None, name, f"is {entry.dtype}, which torch has no dtype for")
+        layout = cls.of(name, TORCH_NAMES[entry.dtype], torch_shape(entry.dtype, entry.shape), rows_per_chunk)
+        if layout.nbytes != entry.nbytes:
+            reason = f"has rows of {entry.shape[-1]} {entry.dtype} elements, which don't fill whole bytes"
+            raise CheckpointError(None, name, reason)
+        return layout
 
     @classmethod
     def of(cls, name: str, dtype: str, shape: tuple[int, ...], rows_per_chunk: int | None) -> TableLayout:

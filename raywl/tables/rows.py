@@ -65,21 +65,46 @@ class RowReader:
             ValueError: `out` has another dtype, device or layout, or the ids aren't integers.
         """
         layout = self.layout
-        ids = torch.as_tensor(row_ids)
-        if not ids.numel():
-            ids = ids.to(torch.int64)
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-            raise ValueError(f"{layout.name}: row ids must be integers, not {ids.dtype}")
-        flat = ids.reshape(-1).to("cpu", torch.int64)
+        ids = _as_ids(layout, row_ids)
+        flat = ids.reshape(-1)
         _check_range(layout, flat)
         result = _checked_out(layout, (*ids.shape, *layout.shape[1:]), out)
         if not result.numel():
             return result
-        target = result.view(-1).view(torch.uint8).view(self._word).view(flat.numel(), self._row_words)
-        chunk = torch.div(flat, layout.rows_per_chunk, rounding_mode="floor")
-        first_words = self._starts[chunk] + (flat - chunk * layout.rows_per_chunk) * self._row_words
-        torch.index_select(self._rows, 0, first_words, out=target)
+        with torch.no_grad():
+            target = result.view(-1).view(torch.uint8)
+            aligned = target.storage_offset() % self._word.itemsize == 0
+            words = (target if aligned else torch.empty_like(target)).view(self._word)
+            chunk = torch.div(flat, layout.rows_per_chunk, rounding_mode="floor")
+            first_words = self._starts[chunk] + (flat - chunk * layout.rows_per_chunk) * self._row_words
+            torch.index_select(self._rows, 0, first_words, out=words.view(flat.numel(), self._row_words))
+            if not aligned:
+                target.copy_(words.view(torch.uint8))
         return result
+
+
+def _as_ids(layout: TableLayout, row_ids: Any) -> torch.Tensor:
+    """Ids of any kind as int64 on the CPU."""
+    ids = row_ids
+    if not isinstance(ids, torch.Tensor):
+        # Through numpy: torch takes no reversed or foreign arrays, and read-only ones only with a warning.
+        array = np.asarray(row_ids)
+        if array.dtype.kind not in "iu" and array.size:
+            raise ValueError(f"{layout.name}: row ids must be integers, not {array.dtype}")
+        if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+            raise _outside(layout, int(array.max()))
+        ids = torch.from_numpy(array.astype(np.int64))
+    elif not ids.numel():
+        ids = ids.to(torch.int64)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise ValueError(f"{layout.name}: row ids must be integers, not {ids.dtype}")
+    return ids.to("cpu", torch.int64)
+
+
+def _outside(layout: TableLayout, row_id: int) -> CheckpointError:
+    rows = layout.shape[0]
+    there = f"0..{rows - 1}" if rows else "the table, which has no rows"
+    return CheckpointError(None, layout.name, f"row id {row_id} is outside {there}")
 
 
 def _check_range(layout: TableLayout, ids: torch.Tensor) -> None:
@@ -87,8 +112,7 @@ def _check_range(layout: TableLayout, ids: torch.Tensor) -> None:
         return
     low, high = (int(value) for value in torch.aminmax(ids))
     if low < 0 or high >= layout.shape[0]:
-        wrong = low if low < 0 else high
-        raise CheckpointError(None, layout.name, f"row id {wrong} is outside 0..{layout.shape[0] - 1}")
+        raise _outside(layout, low if low < 0 else high)
 
 
 def _checked_out(layout: TableLayout, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
@@ -96,8 +120,9 @@ def _checked_out(layout: TableLayout, shape: tuple[int, ...], out: torch.Tensor 
     if out is None:
         return torch.empty(shape, dtype=dtype)
     if tuple(out.shape) != shape:
-        raise ShapeMismatchError(layout.name, tuple(out.shape), shape, "gather's out has another shape")
-    if out.dtype != dtype or out.device.type != "cpu" or not out.is_contiguous():
+        raise ShapeMismatchError(layout.name, shape, tuple(out.shape), "gather's out has another shape")
+    strided = out.layout is torch.strided
+    if out.dtype != dtype or out.device.type != "cpu" or not strided or not out.is_contiguous():
         raise ValueError(
             f"{layout.name}: out must be a contiguous {dtype} tensor on the CPU, "
             f"not {out.dtype} on {out.device}"

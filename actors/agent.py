@@ -39,6 +39,9 @@ class AgentLink(ShelfLink, Protocol):
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
 
+    def count_fetched(self, nbytes: int) -> None:
+        """Counts bytes that were downloaded, for the cluster's metrics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -47,6 +50,8 @@ class Opened:
     identity: str
     num_tensors: int
     nbytes: int
+    fetched_bytes: int = 0
+    """Bytes that were downloaded from a hub for it."""
 
 
 class NodeAgent:
@@ -181,7 +186,9 @@ class NodeAgent:
 
             with self._as_raywl("open_checkpoint"):
                 checkpoint = open_checkpoint(request.ref, **request.options)
-            opened = Opened(checkpoint.identity, len(checkpoint.tensors), checkpoint.nbytes)
+            fetched = getattr(checkpoint.source, "fetched_bytes", 0)
+            self._link.count_fetched(fetched)
+            opened = Opened(checkpoint.identity, len(checkpoint.tensors), checkpoint.nbytes, fetched)
             self._opened[request.group] = known = (opened, pickle.dumps(checkpoint))
             return known
 

@@ -245,7 +245,7 @@ class _Launch:
         ]
         starting = [rank.start.remote() for rank in parts.ranks]
         deadline.enter("open")
-        identity = open_on_nodes(ask.request, parts.nodes, deadline)
+        identity, fetched = open_on_nodes(ask.request, parts.nodes, deadline)
         deadline.enter("start ranks")
         places = [spec.place for spec in parts.specs]
         parts.facts = gather(starting, places, deadline)
@@ -254,7 +254,7 @@ class _Launch:
         deadline.enter("load")
         reports = self._load(Job(ask.request, identity, self._work, deadline.remaining_s()), places)
         deadline.enter("")
-        return RankGroup(parts, self._report(identity, reports))
+        return RankGroup(parts, self._report(identity, fetched, reports))
 
     def _keep(self, group: Group) -> None:
         """Registers the group; again where the coordinator was just ending."""
@@ -334,7 +334,7 @@ class _Launch:
             poll.finish(sum(report.bytes_read for report in reports))
         return reports
 
-    def _report(self, identity: str, reports: list[LoadReport]) -> GroupReport:
+    def _report(self, identity: str, fetched_bytes: int, reports: list[LoadReport]) -> GroupReport:
         ask = self._ask
         unexpected = _unexpected(reports[: ask.world_size])
         if unexpected:
@@ -351,6 +351,7 @@ class _Launch:
             unexpected=unexpected,
             seconds=self._deadline.elapsed_s,
             phases=dict(self._deadline.phases),
+            fetched_bytes={"hub": fetched_bytes} if fetched_bytes else {},
             notes=self._notes,
         )
 

@@ -18,11 +18,11 @@ __all__ = ["COORDINATOR", "open_on_nodes"]
 COORDINATOR = Place("of the coordinator")
 
 
-def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> str:
+def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> tuple[str, int]:
     """Every node opens the checkpoint, and downloads it where it comes from a hub.
 
     Returns:
-        The identity that all found.
+        The identity that all found, and the bytes that were downloaded, over all nodes.
 
     Raises:
         NotFoundError: Nodes lack it; they are named.
@@ -46,7 +46,7 @@ def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadl
         told = from_ray(error, COORDINATOR)
         told.where = None
         raise told from None
-    return identity
+    return identity, sum(found.fetched_bytes for found in opened)
 
 
 def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:

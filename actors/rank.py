@@ -42,6 +42,9 @@ class RankLink(Protocol):
     def checkpoint(self, node_id: str, request: SourceRequest, identity: str, timeout_s: float) -> bytes:
         """The pickled checkpoint, from the agent of the node."""
 
+    def count(self, report: LoadReport, rank: int, work: str) -> None:
+        """Counts a load or reload for the cluster's metrics."""
+
     def warm(self, node_id: str, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
         """Asks the agent of the node to fill the page cache; doesn't wait."""
 
@@ -205,6 +208,7 @@ class RankLoader:
             )
         report.node = self._spec.node
         self._model, self._arguments = model, arguments
+        self._link.count(report, self._spec.rank, "load")
         return report
 
     def check_reload(self, job: Job) -> None:
@@ -239,6 +243,7 @@ class RankLoader:
                 **arguments,
             )
         report.node = self._spec.node
+        self._link.count(report, self._spec.rank, "reload")
         return report
 
     @contextlib.contextmanager

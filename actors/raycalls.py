@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from raywl.actors import metrics
 from raywl.actors.agent import NodeAgent
 from raywl.actors.coordinator import LoadCoordinator
 from raywl.actors.deadline import Deadline
@@ -28,6 +29,7 @@ from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
 from raywl.node.prefetch import FileRange
+from raywl.report import LoadReport
 
 __all__ = [
     "Link",
@@ -90,6 +92,14 @@ class Link:
     def end_this_actor(self) -> None:
         """Ends the calling actor; Ray doesn't start it again."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def count_fetched(self, nbytes: int) -> None:
+        """Counts bytes that the calling agent has downloaded."""
+        metrics.count_fetched("hub", nbytes)
+
+    def count(self, report: LoadReport, rank: int, work: str) -> None:
+        """Counts a rank's load or reload."""
+        metrics.count_load(report, rank, work)
 
     def store_bytes(self, node_id: str) -> int:
         """Capacity of a node's object store."""

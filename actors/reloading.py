@@ -34,7 +34,7 @@ def reload_group(parts: GroupParts, ref: Any, source: Mapping[str, Any], deadlin
     request = request_for_nodes(f"{parts.name}/{uuid.uuid4().hex[:8]}", ref, source)
     places = [spec.place for spec in parts.specs]
     try:
-        identity = open_on_nodes(request, parts.nodes, deadline)
+        identity, fetched = open_on_nodes(request, parts.nodes, deadline)
         job = ray.put(Job(request, identity, b"", deadline.remaining_s()))
         deadline.enter("check")
         gather([rank.check_reload.remote(job) for rank in parts.ranks], places, deadline)
@@ -57,6 +57,7 @@ def reload_group(parts: GroupParts, ref: Any, source: Mapping[str, Any], deadlin
         unexpected=[],
         seconds=deadline.elapsed_s,
         phases=dict(deadline.phases),
+        fetched_bytes={"hub": fetched} if fetched else {},
         notes=[f"{len(reports)} ranks reloaded in place"],
     )
 

@@ -135,6 +135,8 @@ def report_sections(report: LoadReport | GroupReport) -> list[str]:
     for rank in ranks:
         for file, num_bytes in rank.bytes_by_file.items():
             by_file[file] = by_file.get(file, 0) + num_bytes
+    sources = [[source, format_bytes(num_bytes)] for source, num_bytes in report.bytes_by_source.items()]
+    sections.append(section("Sources", table(["source", "bytes"], sources)))
     rows = [[file, format_bytes(num_bytes)] for file, num_bytes in by_file.items()]
     sections.append(section("Files", table(["file", "read by all ranks"], rows)))
     sections.append(section("Names", _name_lists(report, ranks)))

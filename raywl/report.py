@@ -43,6 +43,8 @@ class LoadReport:
     """Bytes that ended in parameters and buffers, counted in the checkpoint's dtype."""
     bytes_by_file: dict[str, int] = field(default_factory=dict)
     """Of `bytes_read`, by file."""
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    """Bytes by where they came from: `files` of this node; `hub`, what was downloaded for this load."""
     seconds: float = 0.0
     """Wall time of the whole call."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class GroupReport:
     """Wall time from the call of `launch` until the last rank was done."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase of the launch: connect, place, agents, load."""
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that nodes downloaded for it, by source."""
     notes: list[str] = field(default_factory=list)
     """What was chosen automatically, and why."""
 
@@ -94,6 +98,15 @@ class GroupReport:
     def bytes_read(self) -> int:
         """Bytes asked of the source by all ranks."""
         return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes by where they came from: what nodes downloaded, and what ranks read."""
+        found = dict(self.fetched_bytes)
+        for rank in self.ranks:
+            for source, nbytes in rank.bytes_by_source.items():
+                found[source] = found.get(source, 0) + nbytes
+        return found
 
     @property
     def bytes_loaded(self) -> int:
@@ -120,6 +133,7 @@ class GroupReport:
             "missing": self.missing,
             "bytes_read": self.bytes_read,
             "bytes_loaded": self.bytes_loaded,
+            "bytes_by_source": self.bytes_by_source,
             "seconds": self.seconds,
             "phases": self.phases,
             "notes": self.notes,

@@ -28,6 +28,7 @@ from raywl.readers.memory import dtype_name
 from raywl.readers.prefetching import prefetching
 from raywl.readers.strategy import check_strategy
 from raywl.report import LoadReport
+from raywl.sources import HubSource
 from raywl.types import ParallelContext
 
 __all__ = ["load_into"]
@@ -102,6 +103,8 @@ def load_into(
         checkpoint = open_checkpoint(ref, **source)
     context = parallel or ambient_context()
     report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)
+    if checkpoint is not ref and isinstance(checkpoint.source, HubSource):
+        report.bytes_by_source["hub"] = checkpoint.source.fetched_bytes
     report.phases["open"] = time.perf_counter() - start
     binding = Binding(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
@@ -162,6 +165,7 @@ def _load(
     for read in reads:
         report.bytes_by_file[read.file] = report.bytes_by_file.get(read.file, 0) + read.end - read.start
     report.bytes_read = sum(report.bytes_by_file.values())
+    report.bytes_by_source["files"] = report.bytes_read
     report.phases["post"] = time.perf_counter() - clock
 
 

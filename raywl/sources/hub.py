@@ -141,12 +141,14 @@ class HubPin:
             LockError: Another process held the lock for all of `timeout_s`, or there can be none.
             NotFoundError, AuthError, OfflineError, SourceError: As `find`.
         """
+        fetched: list[str] = []
         if self.offline:
             _check_cached(self)
         else:
-            _fetch(self, _look_up(self)[1] if names is None else names)
+            fetched = _fetch(self, _look_up(self)[1] if names is None else names)
+        nbytes = sum(os.path.getsize(os.path.join(_snapshot(self), name)) for name in fetched)
         folder = os.path.join(_snapshot(self), self.subfolder or "").rstrip("/")
-        return HubSource(str(self), folder, None, self.identity, self.repo_id, self.commit)
+        return HubSource(str(self), folder, None, self.identity, self.repo_id, self.commit, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ class HubSource(LocalSource):
 
     repo_id: str = ""
     commit: str = ""
+    fetched_bytes: int = field(default=0, compare=False)
+    """Bytes that were downloaded when it was opened; 0 where the cache had it all."""
 
 
 def _checked_subfolder(subfolder: str | None) -> str | None:
@@ -246,8 +250,12 @@ def _look_up(pin: HubPin) -> tuple[str, tuple[str, ...]]:
     return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
-def _fetch(pin: HubPin, listing: tuple[str, ...]) -> None:
-    """Brings the pin's files into the cache; writes nothing where all of them are there."""
+def _fetch(pin: HubPin, listing: tuple[str, ...]) -> list[str]:
+    """Brings the pin's files into the cache; writes nothing where all of them are there.
+
+    Returns:
+        Names of the files that this process downloaded, in the repository.
+    """
     names = folder_names(listing, pin.subfolder)
     if pin.subfolder and not names:
         raise NotFoundError(
@@ -258,7 +266,7 @@ def _fetch(pin: HubPin, listing: tuple[str, ...]) -> None:
     has_index = INDEX_NAME not in names or _have(pin, INDEX_NAME)
     if has_index and not _absent(pin, names):
         _note_revision(pin)
-        return
+        return []
     # Here, since it imports filelock, which opening a local folder needn't wait for.
     from raywl.locks import acquire_within, get_lock
 
@@ -266,10 +274,12 @@ def _fetch(pin: HubPin, listing: tuple[str, ...]) -> None:
     # Not the bare name, which could also be a folder of the directory that the process happens to run in.
     lock = get_lock(f"hf://{pin.repo_id}", locks)
     with acquire_within(lock, pin.timeout_s, f"download of {pin.repo_id}@{pin.revision}"):
-        if INDEX_NAME in names and not _have(pin, INDEX_NAME):
-            _download(pin, [INDEX_NAME])
-        _download(pin, _absent(pin, names))
+        index = [INDEX_NAME] if INDEX_NAME in names and not _have(pin, INDEX_NAME) else []
+        _download(pin, index)
+        absent = _absent(pin, names)
+        _download(pin, absent)
         _note_revision(pin)
+        return [_in_repository(pin, name) for name in (*index, *absent)]
 
 
 def _absent(pin: HubPin, names: list[str]) -> list[str]:

@@ -79,7 +79,7 @@ class Wire:
         self.answers = list(answers)
         self.ended = threading.Event()
 
-    def beat(self, node_id: str) -> Beat:
+    def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -87,6 +87,9 @@ class Wire:
 
     def end_this_actor(self) -> None:
         self.ended.set()
+
+    def count_fetched(self, nbytes: int) -> None:
+        self.fetched_bytes = nbytes
 
 
 def test_an_agent_ends_when_it_is_told_to():
@@ -109,7 +112,7 @@ def test_an_agent_opens_once_and_says_when_it_changed(checkpoint):
     agent = NodeAgent("n1", "10.0.0.1", Wire(Beat(True, False, 3600.0, ("g",))))
     request = SourceRequest("g", checkpoint, {"subfolder": None})
     opened = agent.open(request)
-    assert opened.num_tensors == 2
+    assert (opened.num_tensors, opened.fetched_bytes) == (2, 0)
     first = agent.checkpoint(request, opened.identity)
     assert agent.checkpoint(request, opened.identity) is first
     with pytest.raises(CheckpointError, match=r"\[node 10\.0\.0\.1\] .*changed"):

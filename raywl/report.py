@@ -89,10 +89,10 @@ class GroupReport:
     """Wall time from the call of `launch` until the last rank was done."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase of the launch: connect, place, agents, load."""
-    fetched_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that nodes downloaded for it, by source."""
     notes: list[str] = field(default_factory=list)
     """What was chosen automatically, and why."""
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that nodes downloaded for it, by source."""
 
     @property
     def bytes_read(self) -> int:

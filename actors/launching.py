@@ -97,7 +97,7 @@ def launch(
     tp_plan: Mapping[str, str] | None = None,
     mapper: Any = None,
     stacked: Sequence[tuple[str, str, Any]] | None = None,
-    expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+    expert_mapping: Sequence[tuple[str, str, int | None, Any]] | None = None,
     strategy: str | None = None,
     strict: bool | str = True,
     device: torch.device | str | None = None,

@@ -62,7 +62,7 @@ class Binding:
         tp_plan: Mapping[str, str] | None,
         mapper: Any,
         stacked: Sequence[tuple[str, str, Any]] | None,
-        expert_mapping: Sequence[tuple[str, str, int, Any]] | None,
+        expert_mapping: Sequence[tuple[str, str, int | None, Any]] | None,
         device: torch.device | str | None,
     ) -> None:
         self.model, self.checkpoint, self.context = model, checkpoint, context
@@ -193,8 +193,14 @@ class Binding:
                     tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
                 )
                 materialise(target, shape, self.device)
-        self._boxes = boxes
         memory = {target.name: target.local for target in self.targets if not target.is_meta}
+        # Before loaders run, since every torch call is watched then, which costs more than the call.
+        self._declared = {
+            index: self._copy_of(
+                *self._routes[index], box, memory[self.by_name[self._routes[index][1].param].name]
+            )
+            for index, box in boxes.items()
+        }
         return Recorder(self.checkpoint, files, memory, num_threads=num_threads)
 
     def _specs(self) -> dict[str, ShardSpec]:
@@ -280,14 +286,16 @@ class Binding:
                 self._run_own(recorder)
             else:
                 for index, (name, route) in enumerate(self._routes):
-                    self._place(recorder, name, route, self._boxes.get(index))
+                    self._place(recorder, name, route, self._declared.get(index))
 
-    def _place(self, recorder: Recorder, name: str, route: Route, box: Box | None) -> None:
+    def _place(self, recorder: Recorder, name: str, route: Route, copy: Copy | None) -> None:
         target = self.by_name[route.param]
         self.routed.add(target.name)
         self._parts.setdefault(target.name, set()).add((route.shard_id, route.expert_id))
-        if box is not None:
-            self._declare(recorder, name, target, box)
+        if copy is not None:
+            self.used.add(name)
+            if 0 not in copy.shape:
+                recorder.declare(copy)
             return
         weight = recorder.weight(name)
         try:
@@ -307,22 +315,20 @@ class Binding:
         else:
             self.skipped[name] = f"the weight_loader of {route.param} used none of it"
 
-    def _declare(self, recorder: Recorder, name: str, target: Target, box: Box) -> None:
-        self.used.add(name)
-        entry, local = self.checkpoint.tensors[name], target.local
-        if not local.numel():
-            return
+    def _copy_of(self, name: str, route: Route, box: Box, local: torch.Tensor) -> Copy:
+        """The copy that brings the part of a tensor that a parameter without a loader keeps."""
+        entry = self.checkpoint.tensors[name]
         strides = tuple(stride * local.itemsize for stride in local.stride())
         if _numel(torch_shape(entry.dtype, entry.shape)) == 1:
             strides = (0,) * len(box)
-        dtype = TORCH_NAMES[entry.dtype]
-        wanted = dtype_name(local.dtype)
+        dtype, wanted = TORCH_NAMES[entry.dtype], dtype_name(local.dtype)
         if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
             wanted = dtype  # the same bits under another name
         start = self._fused_starts.get(name, ())
         first = sum(offset * stride for offset, stride in zip(start, strides, strict=False))
-        copy = copy_of_box(name, entry, box, target.name, strides[len(strides) - len(box) :], wanted)
-        recorder.declare(copy._replace(dst_start=first))
+        target = self.by_name[route.param].name
+        copy = copy_of_box(name, entry, box, target, strides[len(strides) - len(box) :], wanted)
+        return copy._replace(dst_start=first) if first else copy
 
     def _run_own(self, recorder: Recorder) -> None:
         """Calls the model's `load_weights`, which names what it loaded or is judged by what it wrote."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -43,7 +44,7 @@ def load_into(
     tp_plan: Mapping[str, str] | None = None,
     mapper: Any = None,
     stacked: Sequence[tuple[str, str, Any]] | None = None,
-    expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+    expert_mapping: Sequence[tuple[str, str, int | None, Any]] | None = None,
     strategy: str | None = None,
     plan: LoadPlan | None = None,
     strict: bool | str = True,
@@ -110,7 +111,7 @@ def load_into(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
         expert_mapping=expert_mapping, device=device,
     )  # fmt: skip
-    with context, torch.no_grad(), _one_torch_thread(), OpenFiles(checkpoint) as files:
+    with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
         _load(model, binding, files, report, plan, strict, strategy, make_progress(progress))
     report.seconds = time.perf_counter() - start
     return report
@@ -249,6 +250,18 @@ class _Count:
             self._done_bytes += nbytes
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes, "read")
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """No collections in between: a plan is a great many small values, none of them garbage."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextlib.contextmanager

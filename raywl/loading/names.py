@@ -40,7 +40,7 @@ class NameTable:
         self,
         params: Iterable[str],
         stacked: Sequence[tuple[str, str, Any]] | None = None,
-        expert_mapping: Sequence[tuple[str, str, int, Any]] | None = None,
+        expert_mapping: Sequence[tuple[str, str, int | None, Any]] | None = None,
         prefixes: Sequence[str] = (),
     ) -> None:
         self._params = set(params)

@@ -45,7 +45,7 @@ class NameTable:
     ) -> None:
         self._params = set(params)
         self._stacked = list(stacked or ())
-        self._experts: dict[str, list[tuple[str, str, int, Any]]] = {}
+        self._experts: dict[str, list[tuple[str, str, int | None, Any]]] = {}
         for row in expert_mapping or ():
             self._experts.setdefault(row[1], []).append(row)
         lengths = {weight_name.strip(".").count(".") + 1 for weight_name in self._experts}

@@ -34,7 +34,10 @@ class AgentLink(ShelfLink, Protocol):
     """What an agent asks of the cluster."""
 
     def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
-        """Tells the coordinator that the agent lives, and what it holds; raises when there is none."""
+        """Tells the coordinator that the agent lives, and what it holds.
+
+        When there is no coordinator, an agent that holds something makes one; otherwise it raises.
+        """
 
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
@@ -66,7 +69,8 @@ class NodeAgent:
     4. `close` forgets it. All of these may be repeated.
        Tables that all processes of the node share are made, found and dropped by the methods of their name.
     5. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
-       nothing has needed it for the idle time, or when there has been no coordinator for a minute.
+       nothing has needed it for the idle time, or when there has been no coordinator for a minute; never
+       while it has a table.
     6. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
     """
 
@@ -85,7 +89,7 @@ class NodeAgent:
         self._opening: dict[str, threading.Lock] = {}
         self._opened: dict[str, tuple[Opened, bytes]] = {}
         self._warmers: dict[str, PageWarmer] = {}
-        self._shelf = TableShelf(node_id, label, link)
+        self._shelf = TableShelf(node_id, label, link, self._tell_held)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
     def hello(self) -> Hello:
@@ -150,9 +154,9 @@ class NodeAgent:
         with self._as_raywl("finding the table"):
             return checkpoint.entry(tensor), checkpoint.identity
 
-    def table_budget(self) -> PlasmaBudget:
-        """Room for tables in this node's object store."""
-        return self._shelf.budget()
+    def table_budget(self, name: str) -> PlasmaBudget:
+        """Room for a table in this node's object store."""
+        return self._shelf.budget(name)
 
     def share_table(self, request: TableRequest, rows: list[Any] | None = None) -> TableParts:
         """Makes a table on this node: see `TableShelf.share`."""
@@ -164,9 +168,23 @@ class NodeAgent:
         with self._as_raywl("sharing the table"):
             return self._shelf.find(request)
 
-    def drop_table(self, name: str) -> None:
-        """Forgets a table."""
-        self._shelf.drop(name)
+    def table_chunk(self, request: TableRequest, index: int) -> Any:
+        """A chunk of a table that was made of a tensor in memory, for another node's agent."""
+        with self._as_raywl("sharing the table"):
+            return self._shelf.chunk(request, index)
+
+    def drop_table(self, request: TableRequest) -> None:
+        """Forgets a table: see `TableShelf.drop`."""
+        self._shelf.drop(request)
+
+    def undo_table(self, request: TableRequest) -> None:
+        """Takes back a `share_table` that failed: see `TableShelf.undo`."""
+        self._shelf.undo(request)
+
+    def _tell_held(self) -> None:
+        # At once, since a driver may end idle helpers before the next heartbeat.
+        with contextlib.suppress(Exception):
+            self._link.beat(self._node_id, self._shelf.names())
 
     @contextlib.contextmanager
     def _as_raywl(self, doing: str) -> Iterator[None]:
@@ -209,10 +227,10 @@ class NodeAgent:
                 answer = self._link.beat(self._node_id, self._shelf.names())
             except Exception:
                 # No coordinator: it may be starting again. Without one, nobody can need this agent.
-                if time.monotonic() - last_answer_s > _ALONE_S:
+                if time.monotonic() - last_answer_s > _ALONE_S and not self._shelf.names():
                     break
             else:
-                if answer.retire:
+                if answer.retire and not self._shelf.names():
                     break
                 pause_s, last_answer_s = answer.next_beat_s, time.monotonic()
                 self._forget_all_but(answer.groups)

@@ -24,7 +24,7 @@ from raywl.actors.failures import Place, as_raywl_error, most_telling
 from raywl.actors.names import NAMESPACE, agent_name, coordinator_name, mine
 from raywl.actors.rank import RankLoader, RankSpec
 from raywl.actors.requests import SourceRequest
-from raywl.actors.shelf import TableParts, TableRequest
+from raywl.actors.shelf import TableRequest
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
@@ -83,9 +83,14 @@ class Link:
         """An agent's heartbeat to the coordinator.
 
         Raises:
-            ValueError: There is no coordinator.
+            ValueError: There is no coordinator, and nothing is held.
         """
-        coordinator = ray.get_actor(coordinator_name(), namespace=NAMESPACE)
+        coordinator = find_actor(coordinator_name())
+        if coordinator is None:
+            if not held:
+                raise ValueError("there is no coordinator")
+            # A table outlives the launches that a coordinator is made for.
+            coordinator = make_coordinator()
         answer: Beat = ray.get(coordinator.beat.remote(node_id, held), timeout=_CALL_S)
         return answer
 
@@ -119,11 +124,10 @@ class Link:
         """The array behind a reference."""
         return ray.get(ref, timeout=timeout_s)
 
-    def table_of(self, node_id: str, request: TableRequest, timeout_s: float) -> TableParts:
-        """The parts of a table as another node's agent has them."""
+    def table_chunk(self, node_id: str, request: TableRequest, index: int, timeout_s: float) -> Any:
+        """One chunk of a table from another node's agent."""
         agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
-        parts: TableParts = _asked(agent.find_table.remote(request), timeout_s)
-        return parts
+        return _asked(agent.table_chunk.remote(request, index), timeout_s)
 
     def gpu_ids(self) -> list[str]:
         """Ray's ids of the GPUs that the calling process was given."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import threading
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import ray
 
-from raywl.actors.connect import connect
+from raywl.actors.connect import Connection, connect, disconnect, is_connected
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place
-from raywl.actors.raycalls import Node, alive_nodes, gather, hold_agents, make_agent
+from raywl.actors.raycalls import Node, alive_nodes, find_agents, from_ray, gather, hold_agents
 from raywl.actors.requests import request_for_nodes
 from raywl.actors.shelf import TableParts, TableRequest
-from raywl.errors import CapacityError, ClusterError, CorruptFileError
+from raywl.errors import CapacityError, ClusterError, CorruptFileError, MissingFileError, NodeLostError
 from raywl.tables import PlasmaBudget, TableLayout
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ __all__ = ["SharedTable", "share_table"]
 
 _PLACEMENTS = ("auto", "plasma", "file")
 _MAP_S = 600.0
+_CLOSE_S = 10.0
+_TRIES = 3
 
 
 def share_table(
@@ -73,36 +75,44 @@ def share_table(
     """
     if placement not in _PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}: expected one of {', '.join(_PLACEMENTS)}")
+    is_tensor = hasattr(ref_or_tensor, "untyped_storage")
+    if is_tensor and (tensor_name is not None or source):
+        raise ValueError("a tensor in memory has no tensor_name and no source arguments")
+    if is_tensor and placement == "file":
+        raise ValueError("a tensor in memory has no file: placement must be 'plasma' or 'auto'")
+    if not is_tensor and tensor_name is None:
+        raise ValueError("tensor_name says which tensor of the checkpoint is the table")
+    if rows_per_chunk is not None and rows_per_chunk < 1:
+        raise ValueError(f"rows_per_chunk must be at least 1, got {rows_per_chunk}")
     deadline = Deadline(timeout_s, "share_table")
     deadline.enter("connect")
-    connect(None, num_cpus=1, deadline=deadline)
-    nodes = alive_nodes()
-    deadline.enter("agents")
-    agents = hold_agents(nodes, deadline)
-    places = [Place(node.label) for node in nodes]
-    if hasattr(ref_or_tensor, "untyped_storage"):
-        if tensor_name is not None or source:
-            raise ValueError("a tensor in memory has no tensor_name and no source arguments")
-        request, rows = _of_tensor(ref_or_tensor, name, rows_per_chunk, placement)
-    else:
-        if tensor_name is None:
-            raise ValueError("tensor_name says which tensor of the checkpoint is the table")
-        deadline.enter("open")
-        request = _of_checkpoint(
-            ref_or_tensor, tensor_name, name, rows_per_chunk, placement, source, agents, places, deadline
-        )
-        rows = []
-    deadline.enter("room")
-    budgets = gather([agent.table_budget.remote() for agent in agents], places, deadline)
-    request, notes = _placed(request, placement, budgets)
-    deadline.enter("share")
+    connection = connect(None, num_cpus=1, deadline=deadline)
     try:
-        _share_on_all(request, rows, agents, places, nodes, deadline)
+        nodes = alive_nodes()
+        deadline.enter("agents")
+        agents = hold_agents(nodes, deadline)
+        places = [Place(node.label) for node in nodes]
+        rows: list[Any] = []
+        if tensor_name is None:
+            request, rows = _of_tensor(ref_or_tensor, name, rows_per_chunk)
+        else:
+            deadline.enter("open")
+            request = _of_checkpoint(
+                ref_or_tensor, tensor_name, name, rows_per_chunk, source, agents, places, deadline
+            )
+        deadline.enter("room")
+        budgets = gather([agent.table_budget.remote(request.name) for agent in agents], places, deadline)
+        request, notes = _placed(request, placement, budgets)
+        deadline.enter("share")
+        found = _share_on_all(request, rows, agents, places, nodes, deadline)
+        if found != request.placement:
+            # It was there already, and is read where it is.
+            notes = [f"placement {found!r}: it is shared already"]
+            request = replace(request, placement=found)
+        return SharedTable(request, notes, connection)
     except BaseException:
-        for agent in agents:
-            agent.drop_table.remote(request.name)
+        disconnect(connection)
         raise
-    return SharedTable(request, notes, is_maker=True)
 
 
 class SharedTable:
@@ -112,8 +122,17 @@ class SharedTable:
     from its file. A copy in another process, on another node as well, maps that node's memory.
     """
 
-    def __init__(self, request: TableRequest, notes: Sequence[str] = (), *, is_maker: bool = False) -> None:
-        self._request, self._is_maker = request, is_maker
+    def __init__(
+        self, request: TableRequest, notes: Sequence[str] = (), connection: Connection | None = None
+    ) -> None:
+        """Made by `share_table`, and by pickle, which leaves the connection out.
+
+        Args:
+            request: What to ask a node's agent for.
+            notes: What was chosen automatically, and why.
+            connection: How its maker came to its Ray.
+        """
+        self._request, self._connection = request, connection
         self.notes = list(notes)
         """What was chosen automatically, and why."""
         self._lock = threading.Lock()
@@ -188,13 +207,16 @@ class SharedTable:
         with self._lock:
             self._mapped, first = None, not self._closed
             self._closed = True
-        if (self._is_maker if everywhere is None else everywhere) and first and ray.is_initialized():
-            asked = []
-            for node in alive_nodes():
-                with contextlib.suppress(Exception):
-                    agent = make_agent(node)
-                    asked.append(agent.drop_table.remote(self.name))
-            ray.wait(asked, num_returns=max(1, len(asked)), timeout=10.0)
+        mine = self._connection
+        if first and (mine is not None if everywhere is None else everywhere) and self._is_there():
+            asked = [agent.drop_table.remote(self._request) for agent in find_agents(alive_nodes())]
+            ray.wait(asked, num_returns=max(1, len(asked)), timeout=_CLOSE_S)
+        if first and mine is not None:
+            disconnect(mine)
+
+    def _is_there(self) -> bool:
+        """Whether this process is still on the table's cluster, as far as it knows."""
+        return bool(ray.is_initialized()) and (self._connection is None or is_connected(self._connection))
 
     def __enter__(self) -> Self:
         return self
@@ -217,11 +239,11 @@ class SharedTable:
                 # Here, since it imports torch, which agents and drivers can do without.
                 from raywl.tables.rows import RowReader
 
-                chunks = self._chunks(self._parts())
+                chunks = self._chunks()
                 self._mapped = (RowReader(self._request.layout, chunks), chunks)
             return self._mapped
 
-    def _parts(self) -> TableParts:
+    def _parts(self) -> tuple[TableParts, Place]:
         """Asks the agent of this process's own node, which makes the table where it isn't."""
         if not ray.is_initialized():
             raise ClusterError(
@@ -234,26 +256,46 @@ class SharedTable:
             raise ClusterError(f"this process's node {mine} is not among the cluster's live nodes")
         deadline = Deadline(_MAP_S, f"mapping table {self.name!r}")
         deadline.enter("ask the node's agent")
-        (agent,) = hold_agents([node], deadline)
-        parts: TableParts = gather([agent.find_table.remote(self._request)], [Place(node.label)], deadline)[0]
-        return parts
+        place = Place(node.label)
+        for attempt in range(1, _TRIES + 1):
+            (agent,) = hold_agents([node], deadline)
+            try:
+                (parts,) = gather([agent.find_table.remote(self._request)], [place], deadline)
+                break
+            except NodeLostError:
+                # An agent that was just ending, as nothing had needed it.
+                if attempt == _TRIES:
+                    raise
+        return parts, place
 
-    def _chunks(self, parts: TableParts) -> list[np.ndarray[Any, Any]]:
-        if parts.path is None:
-            chunks = [np.asarray(chunk) for chunk in ray.get(list(parts.refs), timeout=_MAP_S)]
-        else:
-            chunks = self._file_chunks(parts.path, parts)
+    def _chunks(self) -> list[np.ndarray[Any, Any]]:
+        for attempt in range(1, _TRIES + 1):
+            parts, place = self._parts()
+            if parts.path is not None:
+                chunks = self._file_chunks(parts.path, parts)
+                break
+            try:
+                chunks = [np.asarray(chunk) for chunk in ray.get(list(parts.refs), timeout=_MAP_S)]
+                break
+            except ray.exceptions.RayError as error:
+                # An agent that died after its answer: the next one makes the table again.
+                if attempt == _TRIES:
+                    raise from_ray(error, place) from None
         for chunk in chunks:
             chunk.flags.writeable = False
         return chunks
 
     def _file_chunks(self, path: str, parts: TableParts) -> list[np.ndarray[Any, Any]]:
         layout = self._request.layout
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != parts.file_bytes:
-                raise CorruptFileError(path, layout.name, f"expected {parts.file_bytes} bytes, has {size}")
-            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        try:
+            with open(path, "rb") as file:
+                info = os.fstat(file.fileno())
+                if (info.st_size, info.st_mtime_ns, info.st_ino) != parts.stamp:
+                    raise CorruptFileError(path, layout.name, "the file changed since its table was shared")
+                mapping = mmap.mmap(file.fileno(), info.st_size, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            reason = "it has gone since its table was shared"
+            raise MissingFileError(os.path.dirname(path), [os.path.basename(path)], reason) from None
         whole = np.frombuffer(mapping, dtype=np.uint8)
         spans = [layout.bytes_of(index) for index in range(layout.num_chunks)]
         return [whole[parts.start + start : parts.start + end] for start, end in spans]
@@ -264,7 +306,6 @@ def _of_checkpoint(
     tensor_name: str,
     name: str | None,
     rows_per_chunk: int | None,
-    placement: str,
     source: dict[str, Any],
     agents: Sequence[Any],
     places: Sequence[Place],
@@ -287,25 +328,24 @@ def _of_checkpoint(
             )
     layout = TableLayout.of_entry(tensor_name, entry, rows_per_chunk)
     default = hashlib.sha256(f"{identity}\0{tensor_name}\0{layout.rows_per_chunk}".encode()).hexdigest()[:32]
-    return TableRequest(name or default, layout, placement, identity, source=request)
+    return TableRequest(name or default, layout, "plasma", identity, source=request, maker=handle)
 
 
-def _of_tensor(
-    tensor: Any, name: str | None, rows_per_chunk: int | None, placement: str
-) -> tuple[TableRequest, list[Any]]:
+def _of_tensor(tensor: Any, name: str | None, rows_per_chunk: int | None) -> tuple[TableRequest, list[Any]]:
     """The table of a tensor in this process, whose chunks go through the object store to its home node."""
     import torch
 
-    if placement == "file":
-        raise ValueError("a tensor in memory has no file: placement must be 'plasma' or 'auto'")
-    label = name or "tensor"
-    layout = TableLayout.of(
-        label, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), rows_per_chunk
-    )
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise ValueError(f"a table can't be made of a {tensor.layout} tensor on {tensor.device}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = TableLayout.of(name or "tensor", dtype, tuple(tensor.shape), rows_per_chunk)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy()
+    if raw.nbytes != layout.nbytes:
+        raise ValueError(f"a table can't be made of {tensor.dtype}")
     identity = f"tensor:{uuid.uuid4().hex}"
     home = ray.get_runtime_context().get_node_id()
-    request = TableRequest(name or identity, layout, "plasma", identity, home=home)
+    request = TableRequest(name or identity, layout, "plasma", identity, home=home, maker=identity)
     return request, [raw[slice(*layout.bytes_of(index))] for index in range(layout.num_chunks)]
 
 
@@ -313,8 +353,6 @@ def _placed(
     request: TableRequest, placement: str, budgets: Sequence[PlasmaBudget]
 ) -> tuple[TableRequest, list[str]]:
     """The request with its placement decided, by what every node's store has room for."""
-    from dataclasses import replace
-
     if placement == "file":
         return replace(request, placement="file"), []
     try:
@@ -336,16 +374,27 @@ def _share_on_all(
     places: Sequence[Place],
     nodes: Sequence[Node],
     deadline: Deadline,
-) -> None:
-    """Fills every node; for a tensor in memory its home node first, which the others copy from."""
+) -> str:
+    """Fills every node; for a tensor in memory its home node first, which the others copy from.
+
+    Returns:
+        Where the table is: not where it was asked for, perhaps, when it was there before.
+    """
     waiting = list(zip(agents, places, nodes, strict=True))
-    if request.home is not None:
-        home = next(item for item in waiting if item[2].node_id == request.home)
-        refs = [ray.put(row) for row in rows]
-        gather([home[0].share_table.remote(request, refs)], [home[1]], deadline)
-        waiting.remove(home)
-    gather(
-        [agent.share_table.remote(request) for agent, _, _ in waiting],
-        [place for _, place, _ in waiting],
-        deadline,
-    )
+    found: list[TableParts] = []
+    try:
+        if request.home is not None:
+            home = next(item for item in waiting if item[2].node_id == request.home)
+            refs = [ray.put(row) for row in rows]
+            found += gather([home[0].share_table.remote(request, refs)], [home[1]], deadline)
+            waiting.remove(home)
+        found += gather(
+            [agent.share_table.remote(request) for agent, _, _ in waiting],
+            [place for _, place, _ in waiting],
+            deadline,
+        )
+    except BaseException:
+        for agent in agents:
+            agent.undo_table.remote(request)
+        raise
+    return "file" if any(parts.placement == "file" for parts in found) else "plasma"

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub_server import HubServer
 from tests.repository.imports import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = ("python", "console")
 SHOWN = ("text", "mermaid")
 """Languages of blocks that are only looked at."""
+
+SLOW = {"docs/howto/serve.md", "docs/howto/launch-script.md"}
+"""Pages with code that takes longer than half a minute."""
+
+HUB = "docs/howto/hub.md"
+"""The page that is run against a hub on loopback, which has the demo's model."""
 
 BY_CI = ["python -m pip install -e '.[demo]' && raywl demo", "python -m pip install -e '.[test]' && pytest"]
 """The two commands of the README, each of which `.ci/run` or its like runs in a fresh environment."""
@@ -62,16 +69,42 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on loopback with the demo's model, for a page that downloads it."""
+    from raywl.demo.assets import model_folder
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with HubServer() as server:
+        files = {path.name: path.read_bytes() for path in model_folder().iterdir() if path.is_file()}
+        server.add("sentence-transformers/all-MiniLM-L6-v2", files)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(b.language in RUN for b in blocks(page))], ids=name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW), id=name(page))
+        for page in PAGES
+        if any(b.language in RUN for b in blocks(page))
+    ],
 )
 @pytest.mark.timeout(300)
-def test_the_code_runs(page, tmp_path):
-    """Blocks run in the order of the page, in one process and an empty folder, as a reader would run them."""
+def test_the_code_runs(page, tmp_path, request):
+    """Blocks run in the order of the page, in one process and an empty folder, as a reader would run them.
+
+    How-to pages have the repository's examples there, as in a clone of it.
+    """
+    if name(page) == HUB:
+        request.getfixturevalue("hub")
     path = tmp_path / f"{page.stem}_page.py"
     path.write_text(script(page))
     work = tmp_path / "work"
     work.mkdir()
+    if page.parent.name == "howto":
+        (work / "examples").symlink_to(ROOT / "examples")
     done = subprocess.run(
         [sys.executable, str(path)], cwd=work, capture_output=True, text=True, timeout=280, check=False
     )

@@ -10,7 +10,9 @@ Life cycle, in the replica's process:
     3. `reconfigure` with another one reloads the ranks in place: same processes, same memory. Requests that
        come meanwhile wait; each is computed wholly before or wholly after.
     4. A checkpoint that doesn't fit is refused before anything is written, and the old weights go on.
-    5. `__del__` ends the ranks with the replica.
+    5. When there is nothing to go on with (a rank has died, a file was found damaged while it was written
+       into the ranks), requests are told so, and Serve starts another replica.
+    6. `__del__` ends the ranks with the replica.
 """
 
 # No `from __future__ import annotations`: FastAPI couldn't read them on a class that Serve has copied.
@@ -18,6 +20,7 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 from ray import serve
 from transformers import AutoTokenizer
@@ -92,6 +95,8 @@ def refuse_another_model(checkpoint: str, old: dict[str, Any], new: dict[str, An
     # The ranks are actors of their own and reserve their own CPUs or GPUs; this process only tokenizes.
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=64,
+    # After three bad answers Serve starts another replica.
+    health_check_period_s=3,
 )
 @serve.ingress(api)
 class Embedder:
@@ -102,6 +107,8 @@ class Embedder:
         self._group: raywl.RankGroup | None = None
         self._checkpoint = ""
         self._refused: dict[str, str] | None = None
+        self._broken = ""
+        self._turn = threading.Lock()
         # Threads, since the event loop must answer health checks all the time; one each, so that waiting
         # requests never take the thread that the reload needs.
         self._requests = ThreadPoolExecutor(1, "requests")
@@ -134,20 +141,20 @@ class Embedder:
         log.info("loaded %s", checkpoint)
 
     def _reload(self, checkpoint: str) -> None:
-        assert self._group is not None
-        try:
-            if checkpoint != self._checkpoint:
-                refuse_another_model(checkpoint, self._assets, read_assets(checkpoint))
-                report = self._group.reload(checkpoint)
-                log.info("reloaded %s in %.2f s", checkpoint, report.seconds)
-        except RaywlError as error:
-            if error.partly_loaded or isinstance(error, NodeLostError):
-                # Nothing to go on with: raised, it makes Serve start another replica.
-                raise
-            self._refused = {"checkpoint": str(checkpoint), "reason": str(error)}
-            log.error("%s is refused, %s goes on: %s", checkpoint, self._checkpoint, error)
-        else:
-            self._checkpoint, self._refused = checkpoint, None
+        with self._turn:
+            try:
+                if checkpoint != self._checkpoint:
+                    refuse_another_model(checkpoint, self._assets, read_assets(checkpoint))
+                    report = self._group.reload(checkpoint)
+                    log.info("reloaded %s in %.2f s", checkpoint, report.seconds)
+            except RaywlError as error:
+                if error.partly_loaded or isinstance(error, NodeLostError):
+                    self._broken = str(error)
+                    raise
+                self._refused = {"checkpoint": str(checkpoint), "reason": str(error)}
+                log.error("%s is refused, %s goes on: %s", checkpoint, self._checkpoint, error)
+            else:
+                self._checkpoint, self._refused = checkpoint, None
 
     @api.post("/embed")
     async def embed(self, body: Texts) -> dict[str, list[list[float]]]:
@@ -156,12 +163,18 @@ class Embedder:
         return {"embeddings": await loop.run_in_executor(self._requests, self._embed, body.texts)}
 
     def _embed(self, texts: list[str]) -> list[list[float]]:
-        assert self._group is not None
         batch = self._tokenizer(
             texts, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
         )
-        # All ranks have the sum; a call waits for a reload under way, and a reload for the call.
-        embeddings = self._group.run(encode, batch["input_ids"], batch["attention_mask"])[0]
+        with self._turn:
+            if self._broken:
+                raise HTTPException(503, self._broken)
+            try:
+                # Every rank has the result.
+                embeddings = self._group.run(encode, batch["input_ids"], batch["attention_mask"])[0]
+            except NodeLostError as error:
+                self._broken = str(error)
+                raise HTTPException(503, self._broken) from error
         return embeddings.tolist()
 
     @api.get("/status")
@@ -171,16 +184,14 @@ class Embedder:
 
     async def on_ranks(self, fn: Callable[..., Any]) -> list[Any]:
         """`fn(model)` of every rank, by a Serve handle; there is no way to it over HTTP."""
-        assert self._group is not None
         return await asyncio.get_running_loop().run_in_executor(self._requests, self._group.run, fn)
 
     async def check_health(self) -> None:
-        """Serve asks this regularly, and starts another replica when it raises."""
-        if self._group is None:
-            return
-        status = await asyncio.to_thread(self._group.status)
-        if not status["alive"]:
-            raise RuntimeError("a rank has died")
+        """Serve asks this regularly."""
+        if self._broken:
+            raise RuntimeError(self._broken)
+        if self._group is not None and not (await asyncio.to_thread(self._group.status))["alive"]:
+            raise RuntimeError("a rank doesn't answer")
 
     def __del__(self) -> None:
         if getattr(self, "_group", None) is not None:

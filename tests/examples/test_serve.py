@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -228,3 +229,24 @@ def test_a_wrong_checkpoint_is_refused(deployed, model_folder, tmp_path):
     assert deployed.status()["refused"] is None
     assert deployed.addresses() == before
     assert same(deployed.embed(TEXTS), expected(model_folder, TEXTS))
+
+
+def test_a_dead_rank_is_replaced_with_its_replica(deployed):
+    """Requests are told, and Serve starts another replica with the same checkpoint; after all other tests."""
+    answer, status = deployed.embed(TEXTS), deployed.status()
+    pids = [pid for pid, _ in deployed.addresses()]
+    os.kill(pids[0], signal.SIGKILL)
+    body = {"texts": TEXTS}
+    told = requests.post(f"{deployed.url}/embed", json=body, timeout=60)
+    assert told.status_code == 503
+    assert "rank 0" in told.json()["detail"]
+
+    def answers() -> bool:
+        return requests.post(f"{deployed.url}/embed", json=body, timeout=60).ok
+
+    eventually(answers, DEPLOY_S, "another replica")
+    assert same(deployed.embed(TEXTS), answer)
+    now = deployed.status()
+    assert now["pid"] != status["pid"]
+    assert now == {**status, "pid": now["pid"]}
+    assert not {pid for pid, _ in deployed.addresses()} & set(pids)

@@ -32,7 +32,7 @@ from raywl.report import LoadReport
 from raywl.sources import HubSource
 from raywl.types import ParallelContext
 
-__all__ = ["load_into"]
+__all__ = ["check_report", "fill_report", "load_into"]
 
 
 def load_into(
@@ -139,9 +139,9 @@ def _load(
                 recorder.note_registered(target.name)
                 if was_lazy:
                     report.notes.append(f"{target.name}: a loader left its weight in the model; it was read")
-            _fill_report(report, binding, recorder, unmade)
+            fill_report(report, binding, recorder, unmade)
             rest = recorder.finish()
-            _check(report, binding, strict)
+            check_report(report, binding, strict)
             assert report.plan is not None
             whole = len(rest) == len(recorder.copies)
             reads = report.plan.reads if whole else schedule(rest, binding.file_order)
@@ -170,7 +170,7 @@ def _load(
     report.phases["post"] = time.perf_counter() - clock
 
 
-def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:
+def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:
     """What is known before the reads: it decides whether they are made at all."""
     report.plan = LoadPlan(
         identity=binding.checkpoint.identity,
@@ -209,7 +209,7 @@ def _fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmad
             report.partial[target.name] = f"{set_nbytes} of {nbytes} bytes are set"
 
 
-def _check(report: LoadReport, binding: Binding, strict: bool | str) -> None:
+def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> None:
     root = binding.checkpoint.path("").rstrip("/") or report.ref
     if report.unexpected:
         text = (

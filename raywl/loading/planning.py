@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raywl.loading.binding import Binding
-from raywl.loading.load import _fill_report
+from raywl.loading.load import fill_report
 from raywl.loading.targets import init_buffers, restore
 from raywl.opening import Checkpoint
 from raywl.readers import OpenFiles
@@ -56,7 +56,7 @@ def plan_model(
         unmade = init_buffers(model, binding.targets, binding.device)
         recorder = binding.prepare(files, None, num_threads=1)
         binding.record(recorder, None)
-        _fill_report(report, binding, recorder, unmade)
+        fill_report(report, binding, recorder, unmade)
         recorder.finish()
     for target, tensor in before:
         target.put(tensor)

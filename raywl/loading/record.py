@@ -186,7 +186,7 @@ class Recorder(TorchFunctionMode):
                 ) from None
             src = expanded
         self.note_use(src.source)
-        if not src.numel() or dst.device.type == "meta":
+        if not src.numel() or (dst.device.type == "meta" and self._memory_of(dst) is None):
             return
         if dst.dtype != src.dtype and not can_convert(src.dtype, dst.dtype):
             path = self._manifest.path(src.source.entry.file)

@@ -153,7 +153,8 @@ class Raw:
         self._buffers = [_touched_bytes(end - start) for _, start, end in self._spans]
 
     def run(self) -> int:
-        files = {path: os.open(path, os.O_RDONLY) for path, _, _ in self._spans}
+        paths = dict.fromkeys(path for path, _, _ in self._spans)
+        files = {path: os.open(path, os.O_RDONLY) for path in paths}
         try:
             with ThreadPoolExecutor(self._num_threads) as pool:
                 done = [

@@ -118,7 +118,7 @@ def test_a_function_that_raises_everywhere_leaves_the_group_usable(checkpoint):
 
         with pytest.raises(CorruptFileError, match=r"/x/model\.safetensors: tensor 'a\.b'") as caught:
             group.run(corrupt)
-        assert caught.value.where.startswith("rank 0 on node")
+        assert caught.value.where.startswith(("rank 0 on node", "rank 1 on node"))
         with pytest.raises(ClusterError, match="Unreadable: this and that"):
             group.run(parts.raises_unreadable)
         with pytest.raises(ClusterError, match="sending the result"):
@@ -228,5 +228,5 @@ def test_wrong_usage_starts_nothing(checkpoint):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
         raywl.launch(checkpoint, lambda context: lock)
-    assert ray.available_resources()["CPU"] == 4.0
+    eventually(lambda: ray.available_resources().get("CPU") == 4.0, 10.0, "all CPUs are free")
     assert Path(checkpoint).is_dir()

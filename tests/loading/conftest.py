@@ -44,8 +44,25 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return to
 
 
+_BEFORE: dict[str, set[object]] = {}
+"""What was there when the test began: other tests of the process may have left some."""
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    """Notes what is there, so that a test is asked only about its own leavings."""
+    _BEFORE.clear()
+    _BEFORE.update(fds=set(), maps=set(), threads=set())
+    found: dict[str, set[object]] = {
+        "fds": set(open_fds()),
+        "maps": set(mappings()),
+        "threads": set(threading.enumerate()),
+    }
+    _BEFORE.update(found)
+
+
 def open_fds() -> set[str]:
-    """What this process has open: regular files only."""
+    """Weight files that this process has opened since the test began."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -54,15 +71,16 @@ def open_fds() -> set[str]:
             continue
         if target.endswith(".safetensors") or ".safetensors (deleted)" in target:
             found.add(target)
-    return found
+    return {target for target in found if target not in _BEFORE["fds"]}
 
 
 def mappings() -> list[str]:
-    """Lines of this process's memory map that are weight files."""
+    """Lines of this process's memory map that are weight files, mapped since the test began."""
     with open("/proc/self/maps") as file:
-        return [line for line in file if ".safetensors" in line]
+        return [line for line in file if ".safetensors" in line and line not in _BEFORE["maps"]]
 
 
 def reader_threads() -> list[str]:
-    """Threads of raywl's that are alive."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("raywl")]
+    """Threads of raywl's that were started since the test began and are alive."""
+    started = [thread for thread in threading.enumerate() if thread not in _BEFORE["threads"]]
+    return [thread.name for thread in started if thread.name.startswith("raywl")]

@@ -89,6 +89,7 @@ class NodeAgent:
         self._opening: dict[str, threading.Lock] = {}
         self._opened: dict[str, tuple[Opened, bytes]] = {}
         self._warmers: dict[str, PageWarmer] = {}
+        self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
@@ -185,6 +186,7 @@ class NodeAgent:
         # At once, since a driver may end idle helpers before the next heartbeat.
         with contextlib.suppress(Exception):
             self._link.beat(self._node_id, self._shelf.names())
+        self._hurry.set()
 
     @contextlib.contextmanager
     def _as_raywl(self, doing: str) -> Iterator[None]:
@@ -221,7 +223,7 @@ class NodeAgent:
                 self.close(group)
 
     def _heartbeats(self) -> None:
-        pause, pause_s, last_answer_s = threading.Event(), _FIRST_PAUSE_S, time.monotonic()
+        pause_s, last_answer_s = _FIRST_PAUSE_S, time.monotonic()
         while True:
             try:
                 answer = self._link.beat(self._node_id, self._shelf.names())
@@ -234,5 +236,6 @@ class NodeAgent:
                     break
                 pause_s, last_answer_s = answer.next_beat_s, time.monotonic()
                 self._forget_all_but(answer.groups)
-            pause.wait(pause_s)
+            self._hurry.wait(pause_s)
+            self._hurry.clear()
         self._link.end_this_actor()

@@ -200,7 +200,7 @@ class RankGroup:
             self._check_usable()
             deadline = Deadline(timeout_s, "reload")
             try:
-                self.report = reload_group(self._parts, ref, source, deadline)
+                self.report = reload_group(self._parts, ref, source, deadline, self._unfinished)
             except NodeLostError as error:
                 self._lost = error
                 raise

@@ -30,6 +30,7 @@ from raywl.actors.raycalls import (
     make_rank,
     place_ranks,
 )
+from raywl.actors.reloading import unexpected_everywhere
 from raywl.actors.requests import SourceRequest, request_for_nodes
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Group, rank_order
@@ -336,7 +337,7 @@ class _Launch:
 
     def _report(self, identity: str, fetched_bytes: int, reports: list[LoadReport]) -> GroupReport:
         ask = self._ask
-        unexpected = _unexpected(reports[: ask.world_size])
+        unexpected = unexpected_everywhere(reports[: ask.world_size])
         if unexpected:
             text = "tensors that have no place on any rank"
             if ask.strict == "exact":
@@ -368,17 +369,3 @@ def _keep_once(connection: Connection, group: Group) -> bool:
 
 def _given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _unexpected(reports: Sequence[LoadReport]) -> list[str]:
-    """Tensors that no rank of a replica has a place for.
-
-    A rank of one pipeline stage can't know whether another stage has one.
-    """
-    homeless = [
-        {*report.unexpected, *(n for n, why in report.skipped.items() if why.startswith("no place on stage"))}
-        for report in reports
-    ]
-    nowhere = set.intersection(*homeless)
-    names = [name for report in reports for name in (*report.unexpected, *report.skipped)]
-    return [name for name in dict.fromkeys(names) if name in nowhere]

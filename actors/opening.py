@@ -51,7 +51,8 @@ def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadl
 
 def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:
     """One error for what several nodes said."""
-    lacking = {index: error for index, error in failures.items() if isinstance(error, NotFoundError)}
+    # What a hub lacks it says itself; which nodes lack a path is only seen from here.
+    lacking = {i: error for i, error in failures.items() if isinstance(error, NotFoundError) and error.local}
     if not lacking or len(nodes) == 1:
         return most_telling(failures)
     if len(lacking) == len(nodes):

@@ -111,10 +111,11 @@ class Link:
         node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
         return int(node["Resources"].get("object_store_memory", 0))
 
-    def shm_free_bytes(self) -> int:
-        """Free bytes where the calling process's node takes its object store from."""
+    def shm_bytes(self) -> tuple[int, int]:
+        """Of the memory that the calling process's node has its object store in: free bytes, taken bytes."""
         # Ray falls back to its temporary folder, of which nobody is told, where this isn't there.
-        return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
+        free_bytes = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
+        return free_bytes, _taken_by_store(os.getppid())
 
     def put(self, array: Any) -> Any:
         """Puts an array into the object store; the calling process owns it."""
@@ -147,6 +148,17 @@ class Link:
         """Asks the agent of the calling rank's own node to fill the page cache; doesn't wait."""
         agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
         agent.warm.remote(group, paths, ranges)
+
+
+def _taken_by_store(pid: int) -> int:
+    """Bytes of shared memory that the raylet of a process id has touched: it keeps what becomes free."""
+    taken_bytes, folder = 0, f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{folder}/{fd}").startswith("/dev/shm/plasma"):
+                    taken_bytes += os.stat(f"{folder}/{fd}").st_blocks * 512
+    return taken_bytes
 
 
 def _asked(ref: Any, timeout_s: float) -> Any:

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raywl.actors.deadline import Deadline
+from raywl.actors.failures import Place, most_telling
 from raywl.actors.opening import open_on_nodes
 from raywl.actors.rank import Job
-from raywl.actors.raycalls import Node, find_agents, gather
+from raywl.actors.raycalls import Node, Settled, find_agents, settle
 from raywl.actors.requests import request_for_nodes
-from raywl.errors import RaywlError
-from raywl.report import GroupReport
+from raywl.errors import RaywlError, some_of
+from raywl.report import GroupReport, LoadReport
 
 if TYPE_CHECKING:
     from raywl.actors.group import GroupParts
     from raywl.loading.reload import ReloadReport
 
-__all__ = ["reload_group"]
+__all__ = ["reload_group", "unexpected_everywhere"]
 
 
-def reload_group(parts: GroupParts, ref: Any, source: Mapping[str, Any], deadline: Deadline) -> GroupReport:
+def reload_group(
+    parts: GroupParts, ref: Any, source: Mapping[str, Any], deadline: Deadline, unfinished: dict[Any, int]
+) -> GroupReport:
     """Checks a checkpoint on every rank of a group, then writes it on all of them.
+
+    Args:
+        parts: The group's.
+        ref: The checkpoint.
+        source: Keyword arguments of `open_checkpoint`.
+        deadline: Bounds it all.
+        unfinished: Takes the calls that ranks are still busy with at an error, with the ranks' indexes.
 
     Raises:
         RaywlError: Of the rank that failed. As long as `partly_loaded` is false, every rank has its old
@@ -37,29 +48,62 @@ def reload_group(parts: GroupParts, ref: Any, source: Mapping[str, Any], deadlin
         identity, fetched = open_on_nodes(request, parts.nodes, deadline)
         job = ray.put(Job(request, identity, b"", deadline.remaining_s()))
         deadline.enter("check")
-        gather([rank.check_reload.remote(job) for rank in parts.ranks], places, deadline)
+        _all_of([rank.check_reload.remote(job) for rank in parts.ranks], places, deadline, unfinished)
         deadline.enter("write")
         try:
-            reports: list[ReloadReport] = gather(
-                [rank.reload.remote(job) for rank in parts.ranks], places, deadline
+            reports: list[ReloadReport] = _all_of(
+                [rank.reload.remote(job) for rank in parts.ranks], places, deadline, unfinished
             )
-        except RaywlError as error:
+        except BaseException as error:
             # Other ranks may have written already, whatever became of this one.
-            error.partly_loaded = True
+            if isinstance(error, RaywlError):
+                error.partly_loaded = True
             raise
     finally:
         _close(request.group, parts.nodes)
+    world_size = parts.specs[0].context.world_size
+    unexpected = unexpected_everywhere(reports[:world_size])
+    if unexpected:
+        text = f"{len(unexpected)} tensors that have no place on any rank: {request.label}"
+        warnings.warn(f"{text}: {some_of(unexpected)}", stacklevel=3)
     deadline.enter("")
     return GroupReport(
         request.label,
         identity,
         ranks=list(reports),
-        unexpected=[],
+        unexpected=unexpected,
         seconds=deadline.elapsed_s,
         phases=dict(deadline.phases),
         fetched_bytes={"hub": fetched} if fetched else {},
         notes=[f"{len(reports)} ranks reloaded in place"],
     )
+
+
+def _all_of(
+    refs: Sequence[Any], places: Sequence[Place], deadline: Deadline, unfinished: dict[Any, int]
+) -> list[Any]:
+    settled = Settled([])
+    try:
+        settle(refs, places, deadline, settled=settled)
+    finally:
+        unfinished.update(settled.unfinished)
+    if settled.failures:
+        raise most_telling(settled.failures)
+    return settled.results
+
+
+def unexpected_everywhere(reports: Sequence[LoadReport]) -> list[str]:
+    """Tensors that no rank of a replica has a place for, by the reports of its ranks.
+
+    A rank of one pipeline stage can't know whether another stage has one.
+    """
+    homeless = [
+        {*report.unexpected, *(n for n, why in report.skipped.items() if why.startswith("no place on stage"))}
+        for report in reports
+    ]
+    nowhere = set.intersection(*homeless)
+    names = [name for report in reports for name in (*report.unexpected, *report.skipped)]
+    return [name for name in dict.fromkeys(names) if name in nowhere]
 
 
 def _close(group: str, nodes: Sequence[Node]) -> None:

@@ -45,11 +45,14 @@ def request_for_nodes(
         NotFoundError: The hub has no such repository or revision.
         RaywlError: As `open_checkpoint`, for what a repository's listing already tells.
         TypeError: `ref` is none of these.
+        ValueError: Options that mean nothing for it.
     """
     told: Any = ref
     if isinstance(ref, Manifest):
+        if source:
+            raise ValueError(f"{sorted(source)} are for opening a checkpoint, and this one is open")
         # An open checkpoint stands for its name: its files may lie on this node alone.
-        told, source = _name_of(ref), {}
+        told, source = _name_of(ref)
     if not isinstance(told, HubPin | str | os.PathLike):
         raise TypeError(f"ref must be a path, a repository or a checkpoint, not {type(ref).__name__}")
     pinned = pin(told, **source)
@@ -58,15 +61,19 @@ def request_for_nodes(
     path: Any = os.fspath(told)  # type: ignore[arg-type]
     if not isinstance(path, str):
         raise TypeError(f"ref must be a path of str, not {type(path).__name__}")
+    if (revision := source.get("revision")) is not None:
+        raise ValueError(f"{path!r} is a local path, which has no revision {revision!r}")
     path = path if path.startswith("~") else os.path.abspath(path)
     return SourceRequest(group, path, dict(source))
 
 
-def _name_of(checkpoint: Manifest) -> str | HubPin:
+def _name_of(checkpoint: Manifest) -> tuple[str, dict[str, Any]]:
+    """What a node opens the same by, and the options to it."""
     source = checkpoint.source
     if isinstance(source, HubSource):
+        # Pinned anew, so that the hub and the token that this process has go along.
         folder = checkpoint.identity.partition(source.commit)[2].strip("/")
-        return HubPin(source.repo_id, source.commit, source.commit, subfolder=folder or None)
+        return f"hf://{source.repo_id}@{source.commit}", {"subfolder": folder or None}
     if isinstance(source, LocalSource):
-        return os.path.join(source.folder, source.only or "")
-    return source.ref
+        return os.path.join(source.folder, source.only or ""), {}
+    return source.ref, {}

@@ -24,8 +24,8 @@ class ShelfLink(Protocol):
     def store_bytes(self, node_id: str) -> int:
         """Capacity of a node's object store."""
 
-    def shm_free_bytes(self) -> int:
-        """Free bytes where this node's object store takes its memory from."""
+    def shm_bytes(self) -> tuple[int, int]:
+        """Of the memory that this node has its object store in: free bytes, and bytes that it took."""
 
     def put(self, array: Any) -> Any:
         """Puts an array into this node's object store, owned by this process; returns its reference."""
@@ -123,18 +123,13 @@ class TableShelf:
     def budget(self, name: str) -> PlasmaBudget:
         """Room in this node's store for a table of that name, whose own bytes count as free."""
         with self._lock:
-            held = {key: request for key, (request, _) in self._tables.items()}
-            for key, request in self._making.items():
-                held.setdefault(key, request)
-            own = self._tables.get(name)
+            held = {key: request for key, (request, _) in self._tables.items()} | self._making
         sizes = {key: r.layout.nbytes for key, r in held.items() if r.placement == "plasma"}
-        here = sizes.pop(name, 0) if own is not None else 0
+        free_bytes, taken_bytes = self._link.shm_bytes()
+        shm_bytes = free_bytes + max(taken_bytes, sum(sizes.values()))
         sizes.pop(name, None)
         return PlasmaBudget(
-            self._label,
-            self._link.store_bytes(self._node_id),
-            self._link.shm_free_bytes() + here,
-            sum(sizes.values()),
+            self._label, self._link.store_bytes(self._node_id), shm_bytes, sum(sizes.values())
         )
 
     def share(self, request: TableRequest, rows: Sequence[Any] = ()) -> TableParts:

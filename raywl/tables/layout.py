@@ -98,15 +98,15 @@ class PlasmaBudget:
     """What the node is called."""
     store_bytes: int
     """Capacity of the store."""
-    shm_free_bytes: int
-    """Free bytes where the store's memory comes from."""
+    shm_bytes: int
+    """Bytes that the store has taken already where its memory comes from, and those that are free there."""
     table_bytes: int
     """Bytes of the tables that are there already."""
 
     @property
     def free_bytes(self) -> int:
         """Bytes that one more table may have."""
-        return max(0, min(int(self.store_bytes * _STORE_SHARE) - self.table_bytes, self.shm_free_bytes))
+        return max(0, min(int(self.store_bytes * _STORE_SHARE), self.shm_bytes) - self.table_bytes)
 
     def check(self, layout: TableLayout) -> None:
         """Raises `CapacityError`, with the numbers and the setting to change, when a table doesn't fit."""
@@ -116,7 +116,8 @@ class PlasmaBudget:
                 layout.nbytes,
                 self.free_bytes,
                 f"table {layout.name} on node {self.node}: its store has {self.store_bytes} bytes, of which "
-                f"tables may take {_STORE_SHARE:.0%} and {self.table_bytes} are taken; start Ray with a "
+                f"tables may take {_STORE_SHARE:.0%} and {self.table_bytes} are taken; shared memory has "
+                f"room for {self.shm_bytes}; start Ray with a "
                 "larger object_store_memory (ray start --object-store-memory=BYTES), or use placement='file'",
                 unit="bytes",
             )

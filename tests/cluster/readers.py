@@ -26,42 +26,37 @@ def raw_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Reader:
-    """A process with a handle of a table."""
+    """A process with copies of tables' handles, each by a key."""
 
-    def __init__(self, table: SharedTable | None = None) -> None:
-        self.table = table
+    def __init__(self) -> None:
+        self.tables: dict[str, SharedTable] = {}
 
     def pid(self) -> int:
         return os.getpid()
 
-    def node_id(self) -> str:
-        import ray
+    def take(self, key: str, table: SharedTable) -> None:
+        self.tables[key] = table
 
-        return str(ray.get_runtime_context().get_node_id())
+    def drop(self) -> None:
+        self.tables.clear()
 
-    def take(self, table: SharedTable) -> None:
-        self.table = table
+    def gather(self, key: str, ids: Any) -> np.ndarray:
+        return raw_of(self.tables[key].gather(ids))
 
-    def gather(self, ids: Any) -> np.ndarray:
-        assert self.table is not None
-        return raw_of(self.table.gather(ids))
-
-    def touch(self) -> int:
+    def touch(self, key: str) -> int:
         """Maps the table and looks at every page of it; returns the bytes seen."""
-        assert self.table is not None
-        seen = 0
-        for index in range(self.table.num_chunks):
-            chunk = self.table.chunk(index)
+        seen, table = 0, self.tables[key]
+        for index in range(table.num_chunks):
+            chunk = table.chunk(index)
             chunk.reshape(-1)[::4096].max()
             seen += chunk.nbytes
         return seen
 
-    def write(self) -> list[str]:
+    def write(self, key: str) -> list[str]:
         """Tries to write to every chunk; returns what came of it."""
-        assert self.table is not None
-        told = []
-        for index in range(self.table.num_chunks):
-            chunk = self.table.chunk(index)
+        told, table = [], self.tables[key]
+        for index in range(table.num_chunks):
+            chunk = table.chunk(index)
             told.append(f"writeable={chunk.flags.writeable} owndata={chunk.flags.owndata}")
             try:
                 chunk[:] = 0
@@ -73,6 +68,5 @@ class Reader:
                 told.append(str(error))
         return told
 
-    def close(self) -> None:
-        assert self.table is not None
-        self.table.close()
+    def close(self, key: str) -> None:
+        self.tables[key].close()

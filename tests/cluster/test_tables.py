@@ -13,8 +13,11 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,10 +82,44 @@ def node_ids(two_nodes):
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
+@pytest.fixture(scope="module")
+def processes(two_nodes):
+    """Two on each node, in the order of `node_ids`."""
+    import ray
+
+    ids = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return {node_id: [start(node_id), start(node_id)] for node_id in ids}
+
+
+@dataclass
+class Copy:
+    """A handle's copy in one of the processes."""
+
+    process: Any
+    table: raywl.SharedTable
+
+    def __post_init__(self) -> None:
+        self.key = uuid.uuid4().hex
+        self("take", self.table)
+
+    def sent(self, method: str, *args: Any) -> Any:
+        return getattr(self.process, method).remote(self.key, *args)
+
+    def __call__(self, method: str, *args: Any) -> Any:
+        return answers([self.sent(method, *args)])[0]
+
+
+@pytest.fixture
+def copy_of(processes):
+    """Makes copies: of a table, in one of a node's two processes."""
+    return lambda table, node_id, which=0: Copy(processes[node_id][which], table)
+
+
 @pytest.fixture(autouse=True)
-def all_closed(two_nodes):
+def all_closed(two_nodes, processes):
     """After each test the stores are empty: nothing keeps a table that nobody has."""
     yield
+    answers(process.drop.remote() for group in processes.values() for process in group)
     eventually(lambda: max(used_bytes()) < MIB, 20.0, "the tables' memory is free again")
     assert all(not ask(agent, names_held) for agent in agents_alive())
 
@@ -101,13 +138,13 @@ def used_bytes() -> list[int]:
     ]
 
 
-def start(node_id: str, table: raywl.SharedTable | None = None):
+def start(node_id: str):
     """A reader's process on a node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=pinned)(Reader).remote(table)
+    return ray.remote(num_cpus=0, scheduling_strategy=pinned)(Reader).remote()
 
 
 def ask(actor, function):
@@ -151,7 +188,7 @@ def rows(name: str, ids) -> np.ndarray:
 IDS = [[0, 999, 3], [3, 128, 127]]
 
 
-def test_two_readers_on_each_of_two_nodes(folder, node_ids):
+def test_two_readers_on_each_of_two_nodes(folder, node_ids, processes, copy_of):
     """fp8 entries and their E8M0 scales: mapped without a copy, read-only, the checkpoint's bits."""
     with (
         raywl.share_table(folder, "entries", rows_per_chunk=128) as entries,
@@ -162,19 +199,19 @@ def test_two_readers_on_each_of_two_nodes(folder, node_ids):
         assert (entries.nbytes, entries.num_chunks, entries.placement) == (64_000, 8, "plasma")
         assert entries.name != scales.name
         assert "plasma" in entries.notes[0]
-        readers = [start(node_id, entries) for node_id in node_ids for _ in range(2)]
-        assert len(set(answers(reader.pid.remote() for reader in readers))) == 4
-        for got in answers(reader.gather.remote(IDS) for reader in readers):
+        assert len(set(answers(p.pid.remote() for group in processes.values() for p in group))) == 4
+        readers = [copy_of(entries, node_id, which) for node_id in node_ids for which in range(2)]
+        for got in answers(reader.sent("gather", IDS) for reader in readers):
             assert np.array_equal(got, rows("entries", IDS))
-        for told in answers(reader.write.remote() for reader in readers):
+        for told in answers(reader.sent("write") for reader in readers):
             assert len(told) == 3 * 8
             assert told[0] == "writeable=False owndata=False"
             assert {*told[1:3]} == {
                 "assignment destination is read-only",
                 "cannot set WRITEABLE flag to True of this array",
             }
-        answers(reader.take.remote(scales) for reader in readers)
-        for got in answers(reader.gather.remote(IDS) for reader in readers):
+        readers = [copy_of(scales, node_id, which) for node_id in node_ids for which in range(2)]
+        for got in answers(reader.sent("gather", IDS) for reader in readers):
             assert np.array_equal(got, rows("entries_scale", IDS))
         # This process reads as any other.
         with warnings.catch_warnings():
@@ -198,37 +235,36 @@ def test_tables_of_nothing(folder):
                 assert table.gather(ids).shape == shape
 
 
-def test_one_copy_on_each_node(node_ids, tmp_path):
+def test_one_copy_on_each_node(node_ids, processes, copy_of, tmp_path):
     """128 MiB: all that an agent and two readers have more than before is one copy, by PSS."""
     rng = np.random.default_rng(3)
     table = torch.from_numpy(rng.integers(0, 256, (32768, 4096), np.uint8))
     save_file({"big": table, "small": table[:2].clone()}, tmp_path / "model.safetensors")
-    readers = [start(node_id) for node_id in node_ids for _ in range(2)]
     with raywl.share_table(tmp_path, "small") as small:
         # So that all have imported what they need.
-        answers(reader.take.remote(small) for reader in readers)
-        answers(reader.touch.remote() for reader in readers)
-        agents = {
-            node_id: pid_of(agent) for node_id, agent in zip(node_ids, agents_in(node_ids), strict=True)
-        }
-        pids = answers(reader.pid.remote() for reader in readers)
-        of_node = [[agents[node_id], *pids[2 * i : 2 * i + 2]] for i, node_id in enumerate(node_ids)]
+        for copy in [copy_of(small, node_id, which) for node_id in node_ids for which in range(2)]:
+            copy("touch")
+        of_node = [
+            [pid_of(agent), *answers(process.pid.remote() for process in processes[node_id])]
+            for node_id, agent in zip(node_ids, agents_in(node_ids), strict=True)
+        ]
         before = [sum(map(pss_of, group)) for group in of_node]
         with raywl.share_table(tmp_path, "big", placement="plasma") as big:
-            answers(reader.take.remote(big) for reader in readers)
-            assert answers(reader.touch.remote() for reader in readers) == [big.nbytes] * 4
+            copies = [copy_of(big, node_id, which) for node_id in node_ids for which in range(2)]
+            assert answers(copy.sent("touch") for copy in copies) == [big.nbytes] * 4
             grown = [sum(map(pss_of, group)) - old for group, old in zip(of_node, before, strict=True)]
             print("PSS grown, of", big.nbytes, grown)
             # The node's store has the pages mapped as well, which takes a share of them away from these.
             assert all(0.5 * big.nbytes < more <= 1.05 * big.nbytes for more in grown), grown
             assert all(used <= 1.05 * big.nbytes for used in used_bytes())
             ids = rng.integers(0, 32768, 200)
-            for got in answers(reader.gather.remote(ids) for reader in readers):
+            for got in answers(copy.sent("gather", ids) for copy in copies):
                 assert np.array_equal(got.reshape(200, 4096), table.numpy()[ids])
         # Copies that are mapped keep what they have; when they go, so does the memory.
         assert max(used_bytes()) >= big.nbytes
-        assert np.array_equal(answers([readers[3].gather.remote([32767])])[0], table.numpy()[32767])
-        answers(reader.close.remote() for reader in readers)
+        assert np.array_equal(copies[3]("gather", [32767]), table.numpy()[32767])
+        for copy in copies:
+            copy("close")
 
 
 def agents_in(node_ids):
@@ -249,7 +285,7 @@ MAKER = """
 """
 
 
-def test_the_maker_is_killed(two_nodes, folder, node_ids):
+def test_the_maker_is_killed(two_nodes, folder, node_ids, copy_of):
     """Driver and maker at once: its readers go on, and a new driver and new processes get the table."""
     maker = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(MAKER), two_nodes.address, folder, "entries"],
@@ -261,15 +297,15 @@ def test_the_maker_is_killed(two_nodes, folder, node_ids):
     assert maker.stdout is not None
     told = next(line for line in maker.stdout if line.startswith("HANDLES "))
     table, other = pickle.loads(base64.b64decode(told.split()[1]))
-    mapped = [start(node_id, table) for node_id in node_ids]
-    answers(reader.gather.remote([0]) for reader in mapped)
+    mapped = [copy_of(table, node_id) for node_id in node_ids]
+    answers(copy.sent("gather", [0]) for copy in mapped)
     maker.kill()
     maker.wait()
-    fresh = [start(node_id, table) for node_id in node_ids]
-    for got in answers(reader.gather.remote(IDS) for reader in [*mapped, *fresh]):
+    late = [copy_of(table, node_id, 1) for node_id in node_ids]
+    for got in answers(copy.sent("gather", IDS) for copy in [*mapped, *late]):
         assert np.array_equal(got, rows("entries", IDS))
-    for reader in [start(node_id, other) for node_id in node_ids]:
-        assert answers([reader.gather.remote([[19]])])[0].view(np.float32).tolist() == [57, 58, 59]
+    for node_id in node_ids:
+        assert copy_of(other, node_id)("gather", [[19]]).view(np.float32).tolist() == [57, 58, 59]
     # Whoever shares it again gets the same table, and a handle that ends it.
     again = raywl.share_table(folder, "entries", rows_per_chunk=100)
     assert again.name == table.name
@@ -277,23 +313,23 @@ def test_the_maker_is_killed(two_nodes, folder, node_ids):
     other.close(everywhere=True)
 
 
-def test_an_agent_is_killed(folder, node_ids):
+def test_an_agent_is_killed(folder, node_ids, copy_of):
     """Readers that have it mapped go on; new ones get it again, read from the checkpoint."""
     with raywl.share_table(folder, "bf16", rows_per_chunk=33) as table:
-        mapped = [start(node_id, table) for node_id in node_ids]
-        answers(reader.gather.remote([0]) for reader in mapped)
+        mapped = [copy_of(table, node_id) for node_id in node_ids]
+        answers(copy.sent("gather", [0]) for copy in mapped)
         agent = agents_in(node_ids)[1]
         pid = pid_of(agent)
         os.kill(pid, signal.SIGKILL)
-        fresh = start(node_ids[1], table)
+        late = copy_of(table, node_ids[1], 1)
         ids = [499, 0, 33, 32]
-        for got in answers(reader.gather.remote(ids) for reader in [*mapped, fresh]):
+        for got in answers(copy.sent("gather", ids) for copy in [*mapped, late]):
             assert np.array_equal(got, rows("bf16", ids))
         assert pid_of(agent) != pid
         assert table.name in ask(agent, names_held)
 
 
-def test_a_tensor_whose_home_lost_it(node_ids):
+def test_a_tensor_whose_home_lost_it(node_ids, copy_of):
     """It is in no checkpoint: that is said, with the remedy; the other nodes still have it."""
     import ray
 
@@ -305,11 +341,10 @@ def test_a_tensor_whose_home_lost_it(node_ids):
         assert np.array_equal(raw_of(table.gather([49, 0])), tensor_rows)
         assert max(used_bytes()) < 2 * MIB
         os.kill(pid_of(agents_in([home])[0]), signal.SIGKILL)
-        reader = start(home, table)
         with pytest.raises(ClusterError, match="its home node has lost it: share it again"):
-            answers([reader.gather.remote([0])])
+            copy_of(table, home)("gather", [0])
         assert np.array_equal(raw_of(table.gather([49, 0])), tensor_rows)
-        assert np.array_equal(answers([start(other, table).gather.remote([49, 0])])[0], tensor_rows)
+        assert np.array_equal(copy_of(table, other)("gather", [49, 0]), tensor_rows)
 
 
 @pytest.mark.parametrize(
@@ -326,14 +361,14 @@ def test_a_tensor_whose_home_lost_it(node_ids):
     ],
     ids=lambda t: f"{str(t.dtype)[6:]}-{list(t.shape)}",
 )
-def test_tensors_of_every_kind(tensor, node_ids):
+def test_tensors_of_every_kind(tensor, node_ids, copy_of):
     """Their bits, on the other node as well, which has only its own copy of them."""
     plain = tensor.detach().resolve_conj().contiguous()
     ids = torch.arange(plain.shape[0]).flip(0)
     raw = raw_of(plain).reshape(plain.shape[0], -1)[ids.numpy()] if len(plain) else raw_of(plain)
     with raywl.share_table(tensor, rows_per_chunk=2) as table:
-        for reader in [start(node_id, table) for node_id in node_ids]:
-            assert np.array_equal(answers([reader.gather.remote(ids)])[0], raw.reshape(-1))
+        for node_id in node_ids:
+            assert np.array_equal(copy_of(table, node_id)("gather", ids), raw.reshape(-1))
 
 
 def test_what_can_be_no_table(folder, tmp_path):
@@ -363,7 +398,7 @@ def test_what_can_be_no_table(folder, tmp_path):
         raywl.share_table(torch.tensor(1.0))
 
 
-def test_a_name_that_is_taken(folder, node_ids):
+def test_a_name_that_is_taken(folder, node_ids, copy_of):
     """By another table: refused, and that one stays as it is. By the same: it is the same."""
     with raywl.share_table(folder, "entries", name="mine") as table:
         for other, arguments in [
@@ -374,8 +409,7 @@ def test_a_name_that_is_taken(folder, node_ids):
             with pytest.raises(ClusterError, match="another table is named 'mine' already"):
                 raywl.share_table(other, name="mine", **arguments)
         assert all("mine" in ask(agent, names_held) for agent in agents_in(node_ids))
-        reader = start(node_ids[1], table)
-        assert np.array_equal(answers([reader.gather.remote(IDS)])[0], rows("entries", IDS))
+        assert np.array_equal(copy_of(table, node_ids[1])("gather", IDS), rows("entries", IDS))
         same = raywl.share_table(folder, "entries", name="mine")
         assert np.array_equal(raw_of(same.gather(IDS)), rows("entries", IDS))
 
@@ -395,7 +429,7 @@ def read_bytes(pid: int) -> int:
         return int(file.readline().split()[1])
 
 
-def test_a_store_that_is_too_small(tmp_path, node_ids):
+def test_a_store_that_is_too_small(tmp_path, node_ids, copy_of):
     """With the numbers and the setting, before anything is read; `auto` says that it takes the file."""
     sparse(tmp_path / "model.safetensors", 1024 * MIB)
     raywl.share_table(torch.zeros(1, 1)).close()
@@ -412,11 +446,11 @@ def test_a_store_that_is_too_small(tmp_path, node_ids):
     with raywl.share_table(tmp_path, "big") as table:
         assert table.placement == "file"
         assert any("--object-store-memory" in note for note in table.notes)
-        readers = [start(node_id, table) for node_id in node_ids]
-        for got in answers(reader.gather.remote([MIB - 1, 0]) for reader in readers):
+        copies = [copy_of(table, node_id) for node_id in node_ids]
+        for got in answers(copy.sent("gather", [MIB - 1, 0]) for copy in copies):
             assert got.nbytes == 2048
             assert not got.any()
-        assert "assignment destination is read-only" in answers([readers[0].write.remote()])[0]
+        assert "assignment destination is read-only" in copies[0]("write")
         with pytest.raises(CapacityError):
             raywl.share_table(torch.empty(400 * MIB, 1, dtype=torch.uint8), placement="auto")
 
@@ -430,6 +464,8 @@ def test_the_same_table_fits_once(node_ids, tmp_path):
         with pytest.raises(CapacityError, match=f"{200 * MIB} are taken"):
             raywl.share_table(tmp_path, "big", name="another", placement="plasma")
     eventually(lambda: max(used_bytes()) < MIB, 20.0, "its memory is free")
+    # The store keeps what it has touched, which is room for tables as well.
+    assert all(ask(agent, lambda self: self._link.shm_bytes()[1]) >= 200 * MIB for agent in agents_alive())
     raywl.share_table(tmp_path, "big", name="another", placement="plasma").close()
 
 
@@ -449,21 +485,20 @@ def test_a_file_that_changed(folder, tmp_path):
             third.gather(IDS)
 
 
-def test_closed_by_its_maker(folder, node_ids):
+def test_closed_by_its_maker(folder, node_ids, copy_of):
     """A copy that was mapped goes on; one that wasn't is told; a copy's own `close` ends nothing."""
     table = raywl.share_table(folder, "entries")
-    mapped, late, closing = (start(node_ids[1], table) for _ in range(3))
-    answers(reader.gather.remote([0]) for reader in (mapped, closing))
-    answers([closing.close.remote()])
+    mapped, late, closing = (copy_of(table, node_ids[1], which) for which in (0, 1, 0))
+    answers(copy.sent("gather", [0]) for copy in (mapped, closing))
+    closing("close")
     assert all(table.name in ask(agent, names_held) for agent in agents_in(node_ids))
     table.close()
     table.close()
-    assert np.array_equal(answers([mapped.gather.remote(IDS)])[0], rows("entries", IDS))
+    assert np.array_equal(mapped("gather", IDS), rows("entries", IDS))
     with pytest.raises(ClusterError, match="closed by its maker"):
-        answers([late.gather.remote([0])])
+        late("gather", [0])
     with raywl.share_table(folder, "entries") as again:
-        answers([late.take.remote(again)])
-        assert np.array_equal(answers([late.gather.remote(IDS)])[0], rows("entries", IDS))
+        assert np.array_equal(copy_of(again, node_ids[1], 1)("gather", IDS), rows("entries", IDS))
 
 
 def test_a_node_that_joins_later(two_nodes, folder, node_ids):
@@ -475,9 +510,10 @@ def test_a_node_that_joins_later(two_nodes, folder, node_ids):
         handles = pickle.dumps([table, other])
         node = two_nodes.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
         try:
-            first, second = (start(node.node_id, handle) for handle in pickle.loads(handles))
-            assert np.array_equal(answers([first.gather.remote(IDS)])[0], rows("entries", IDS))
-            assert answers([second.gather.remote([9])])[0].view(np.float32).tolist() == [27, 28, 29]
+            process = start(node.node_id)
+            first, second = (Copy(process, handle) for handle in pickle.loads(handles))
+            assert np.array_equal(first("gather", IDS), rows("entries", IDS))
+            assert second("gather", [9]).view(np.float32).tolist() == [27, 28, 29]
         finally:
             two_nodes.remove_node(node)
 
@@ -491,7 +527,7 @@ def helpers() -> list[str]:
 def test_agents_stay_while_they_hold_a_table(folder, checkpoint, node_ids):
     """Though nothing else needs them; without one they end, at once or after the idle time."""
     raywl.launch(checkpoint, Model, agent_idle_s=1.0).shutdown(agents=True)
-    eventually(lambda: not helpers(), 20.0, "the helpers end")
+    eventually(lambda: not helpers(), 40.0, "the helpers end")
     table = raywl.share_table(folder, "entries")
     group = raywl.launch(checkpoint, Model, agent_idle_s=1.0)
     # At once after the table was made: no heartbeat may have told of it.
@@ -506,10 +542,10 @@ def test_agents_stay_while_they_hold_a_table(folder, checkpoint, node_ids):
     assert list(map(pid_of, agents_in(node_ids))) == pids
     assert np.array_equal(raw_of(table.gather(IDS)), rows("entries", IDS))
     table.close()
-    eventually(lambda: not helpers(), 20.0, "the helpers end")
+    eventually(lambda: not helpers(), 40.0, "the helpers end")
 
 
-def test_agents_with_a_table_need_no_launch(folder, node_ids, monkeypatch):
+def test_agents_with_a_table_need_no_launch(folder):
     """A table that was shared before anything was launched has a coordinator, and agents that stay."""
     with raywl.share_table(folder, "entries"):
         assert coordinator_name() in helpers()

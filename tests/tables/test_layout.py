@@ -77,6 +77,7 @@ def test_what_is_no_table():
         (1000 * MIB, 10_000 * MIB, 0, 800 * MIB),
         (1000 * MIB, 10_000 * MIB, 300 * MIB, 500 * MIB),
         (1000 * MIB, 100 * MIB, 0, 100 * MIB),
+        (1000 * MIB, 100 * MIB, 60 * MIB, 40 * MIB),
         (1000 * MIB, 0, 0, 0),
         (1000 * MIB, 10_000 * MIB, 900 * MIB, 0),
         (0, 10_000 * MIB, 0, 0),

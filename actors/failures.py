@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from raywl.errors import ClusterError, NodeLostError, RaywlError
 
-__all__ = ["Place", "as_raywl_error", "most_telling"]
+__all__ = ["Place", "UsageError", "as_raywl_error", "most_telling", "usage_as_value_error"]
+
+_LOADING = ("load_into", "check_reload", "reload_into")
+
+
+class UsageError(ClusterError, ValueError):
+    """Arguments that only a rank could find impossible: a cut that doesn't divide, an unknown style.
+
+    Callers get the plain `ValueError` that `load_into` raises in their own process.
+    """
+
+
+@contextlib.contextmanager
+def usage_as_value_error() -> Iterator[None]:
+    """Lets a rank's complaint about arguments reach the caller as a `ValueError`."""
+    try:
+        yield
+    except UsageError as error:
+        told = ValueError(str(error))
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +61,10 @@ def as_raywl_error(error: BaseException, place: Place, doing: str) -> RaywlError
         if cause is not None:
             told.add_note(f"caused by {type(cause).__name__}: {cause}")
         return told
-    told = ClusterError(
-        f"{doing} raised {type(error).__name__}: {error}", node=place.node, rank=place.rank
-    ).at(str(place))
+    kind = UsageError if doing in _LOADING and isinstance(error, ValueError) else ClusterError
+    told = kind(f"{doing} raised {type(error).__name__}: {error}", node=place.node, rank=place.rank).at(
+        str(place)
+    )
     told.add_note(f"The traceback on {place}:\n" + "".join(traceback.format_exception(error)).rstrip("\n"))
     return told
 

@@ -16,7 +16,7 @@ import ray
 
 from raywl.actors.connect import Connection, disconnect, is_connected
 from raywl.actors.deadline import Deadline
-from raywl.actors.failures import most_telling
+from raywl.actors.failures import most_telling, usage_as_value_error
 from raywl.actors.keeper import GroupKeeper
 from raywl.actors.names import agent_name, coordinator_name
 from raywl.actors.rank import RankFacts, RankSpec
@@ -200,7 +200,8 @@ class RankGroup:
             self._check_usable()
             deadline = Deadline(timeout_s, "reload")
             try:
-                self.report = reload_group(self._parts, ref, source, deadline, self._unfinished)
+                with usage_as_value_error():
+                    self.report = reload_group(self._parts, ref, source, deadline, self._unfinished)
             except NodeLostError as error:
                 self._lost = error
                 raise

@@ -15,7 +15,7 @@ import ray
 
 from raywl.actors.connect import Connection, connect, is_connected
 from raywl.actors.deadline import Deadline
-from raywl.actors.failures import Place
+from raywl.actors.failures import Place, usage_as_value_error
 from raywl.actors.group import GroupParts, RankGroup
 from raywl.actors.keeper import GroupKeeper
 from raywl.actors.opening import COORDINATOR, open_on_nodes
@@ -37,7 +37,8 @@ from raywl.coordination import Group, rank_order
 from raywl.errors import MissingWeightsError, NodeLostError, some_of
 from raywl.progress import Progress, make_progress
 from raywl.report import GroupReport, LoadReport
-from raywl.types import ParallelContext
+from raywl.strategies import check_strategy
+from raywl.types import ParallelContext, as_shard_spec, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +158,12 @@ def launch(
         raise ValueError(f"init_distributed must be 'auto', True or False, not {init_distributed!r}")
     if placement is not None and placement not in _PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(_PLACEMENTS)}, not {placement!r}")
+    check_strategy(strategy)
+    if strict not in (True, False, "exact"):
+        raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
+    for spec in (shards or {}).values():
+        as_shard_spec(spec)
+    replicas = whole_number("replicas", replicas)
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     for name in ("parallel", "plan"):
@@ -165,7 +172,15 @@ def launch(
     ask = _Ask(
         request=request_for_nodes(uuid.uuid4().hex, ref, source),
         factory=model_factory,
-        sizes={"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size, "ep_size": ep_size},
+        sizes={
+            name: whole_number(name, size)
+            for name, size in {
+                "tp_size": tp_size,
+                "pp_size": pp_size,
+                "dp_size": dp_size,
+                "ep_size": ep_size,
+            }.items()
+        },
         replicas=replicas,
         num_cpus_per_rank=num_cpus_per_rank,
         num_gpus_per_rank=num_gpus_per_rank,
@@ -187,7 +202,8 @@ def launch(
     )
     ParallelContext.of_rank(0, **ask.sizes)  # refuses impossible sizes before anything is started
     work = to_bytes((ask.factory, dict(ask.load)))
-    return _Launch(ask, work, Deadline(timeout_s, "launch"), make_progress(progress)).run()
+    with usage_as_value_error():
+        return _Launch(ask, work, Deadline(timeout_s, "launch"), make_progress(progress)).run()
 
 
 class _Launch:
@@ -345,6 +361,10 @@ class _Launch:
             warnings.warn(
                 f"{len(unexpected)} {text}: {ask.request.label}: {some_of(unexpected)}", stacklevel=5
             )
+        unused = set.intersection(*(set(report.unused_shards) for report in reports))
+        if unused:
+            told = some_of(sorted(unused))
+            warnings.warn(f"shards match no parameter that they could cut, on any rank: {told}", stacklevel=5)
         return GroupReport(
             ask.request.label,
             identity,

@@ -199,6 +199,7 @@ class RankLoader:
 
             # The driver says it once, for all ranks together.
             warnings.filterwarnings("ignore", message=r"\d+ tensors of .* have no place in the model")
+            warnings.filterwarnings("ignore", message="shards match no parameter")
             report = load_into(
                 model,
                 checkpoint,

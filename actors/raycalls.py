@@ -520,7 +520,9 @@ def from_ray(error: Exception, place: Place) -> RaywlError:
         told = ClusterError(f"{type(cause).__name__}: {cause}", node=place.node, rank=place.rank).at(
             str(place)
         )
-        told.add_note(f"The traceback on {place}:\n{error.traceback_str.rstrip()}")
+        # Ray gives the error the attributes of its cause, so the text may not be reachable.
+        text = getattr(error, "traceback_str", None) or str(error)
+        told.add_note(f"The traceback on {place}:\n{text.rstrip()}")
         return told
     lost: tuple[type[Exception], ...] = (
         ray.exceptions.RayActorError,

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["SourceRequest", "request_for_nodes"]
 
 
+_OPTIONS = {
+    "revision",
+    "subfolder",
+    "cache_dir",
+    "token",
+    "allow_patterns",
+    "storage_options",
+    "offline",
+}
+"""Keyword arguments of `open_checkpoint`."""
+
+
 @dataclass(frozen=True)
 class SourceRequest:
     """A checkpoint as a node is asked to open it: by name, never as another node's path."""
@@ -47,6 +59,9 @@ def request_for_nodes(
         TypeError: `ref` is none of these.
         ValueError: Options that mean nothing for it.
     """
+    unknown = sorted(set(source) - _OPTIONS)
+    if unknown:
+        raise TypeError(f"unknown arguments: {', '.join(unknown)}")
     told: Any = ref
     if isinstance(ref, Manifest):
         if source:

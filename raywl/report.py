@@ -35,6 +35,8 @@ class LoadReport:
     """Checkpoint tensors left out on purpose, with the reason."""
     partial: dict[str, str] = field(default_factory=dict)
     """Parameters that were set only in part, with what is known about the rest."""
+    unused_shards: list[str] = field(default_factory=list)
+    """Names and patterns of `shards` that match no parameter that is cut by them."""
     notes: list[str] = field(default_factory=list)
     """What was chosen automatically, and why."""
     bytes_read: int = 0

@@ -5,11 +5,20 @@ Imports only the standard library, so that planning needs neither torch nor Ray.
 
 from __future__ import annotations
 
+import operator
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-__all__ = ["ParallelContext", "Replicate", "Shard", "ShardSpec", "as_shard_spec", "current_context"]
+__all__ = [
+    "ParallelContext",
+    "Replicate",
+    "Shard",
+    "ShardSpec",
+    "as_shard_spec",
+    "current_context",
+    "whole_number",
+]
 
 _ENTERED: ContextVar[tuple[ParallelContext, ...]] = ContextVar("raywl_parallel_contexts", default=())
 
@@ -49,6 +58,20 @@ def as_shard_spec(value: Any) -> ShardSpec:
     raise TypeError(f"{value!r} is not a shard spec: expected Shard(dim) or Replicate()")
 
 
+def whole_number(name: str, value: Any) -> int:
+    """`value` as Python's own int, whatever integer type it is.
+
+    Raises:
+        ValueError: It is no integer: a float, a bool, a text.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
     """Where one rank stands in its group.
@@ -78,6 +101,8 @@ class ParallelContext:
     local_size: int = 1
 
     def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, whole_number(spec.name, getattr(self, spec.name)))
         stage_size = self.dp_size * self.tp_size
         stage_rank = self.dp_rank * self.tp_size + self.tp_rank
         if self.ep_size > 0 and self.moe_tp_size == -1:
@@ -115,9 +140,12 @@ class ParallelContext:
             ValueError: `rank` is outside the group, or the sizes don't divide.
         """
         sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size, "ep_size": ep_size}
+        sizes = {name: whole_number(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        tp_size, pp_size, dp_size, ep_size = sizes.values()
+        rank = whole_number("rank", rank)
         if (dp_size * tp_size) % ep_size:
             raise ValueError(f"ep_size {ep_size} does not divide dp_size x tp_size = {dp_size * tp_size}")
         world_size = pp_size * dp_size * tp_size

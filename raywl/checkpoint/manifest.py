@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 from raywl.checkpoint.header import FileHeader, TensorEntry, read_header
 from raywl.checkpoint.index import (
     INDEX_NAME,
+    Index,
     check_present,
     choose_files,
     missing_numbered_files,
@@ -41,6 +42,19 @@ class FileEntry(NamedTuple):
     """First byte of the data, after the header."""
     header_sha256: str = ""
     """Of the header's bytes: tells whether it is still the same file when it is read later."""
+    stamp: str | None = None
+    """Its state on the node where it was opened: tells there whether anybody has written to it since."""
+
+
+class IndexFacts(NamedTuple):
+    """What is kept of an index, whose map the tensors' entries have in them."""
+
+    sha256: str
+    """Of the index file's bytes, in hex."""
+    num_tensors: int
+    """How many tensors it names. An index that names none counts as none."""
+    total_size: int | None
+    """Bytes of all tensors, as its writer counted them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +73,10 @@ class Manifest:
     unindexed: tuple[str, ...] = ()
     """Tensors that are in a file of the index, but that the index doesn't name."""
     format: str = "safetensors"
+    index: IndexFacts | None = None
+    """Of the folder's index; `None` where there is none."""
+    allow_patterns: tuple[str, ...] = ()
+    """What its files were chosen by; empty for all."""
 
     @classmethod
     def read(cls, source: Source, allow_patterns: str | Sequence[str] | None = None) -> Self:
@@ -71,26 +89,22 @@ class Manifest:
         """
         patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
         listed = source.list()
-        weight_map, index_digest = _read_index(source, listed)
-        names = choose_files(listed, weight_map)
-        if patterns:
-            names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
-            chosen = set(names)
-            weight_map = weight_map and {t: f for t, f in weight_map.items() if f in chosen}
-        if not names:
-            raise CheckpointError(_root(source), None, _why_empty(listed, patterns))
+        index = read_index(source, listed)
+        names, weight_map = choose(source, listed, index, patterns)
         sizes = {name: source.size(name) for name in names}
-        check_present(_root(source), names, [name for name, size in sizes.items() if size is not None])
+        check_present(root(source), names, [name for name, size in sizes.items() if size is not None])
         if not weight_map and not patterns and source.only is None:
-            _check_numbered(source, names)
-        files = tuple(FileEntry(name, sizes[name] or 0) for name in names)
+            check_numbered(source, names)
+        files = tuple(FileEntry(name, sizes[name] or 0, stamp=source.stamp(name)) for name in names)
         with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
-            headers = list(pool.map(partial(_read_one, source), files))
+            headers = list(pool.map(partial(read_one, source), files))
         files = tuple(
             file._replace(data_start=header.data_start, header_sha256=header.digest)
             for file, header in zip(files, headers, strict=True)
         )
-        tensors, unindexed = _merge(source, files, headers, weight_map)
+        tensors, unindexed, problems = merge(source, dict(zip(names, headers, strict=True)), weight_map)
+        if problems:
+            raise problems[0]
         metadata: dict[str, str] = {}
         for header in headers:
             metadata = {**header.metadata, **metadata}
@@ -98,9 +112,11 @@ class Manifest:
             source=source,
             files=files,
             tensors=MappingProxyType(tensors),
-            identity=source.identity or _digest(index_digest, files, headers),
+            identity=source.identity or _digest(index and index.sha256, files, headers),
             metadata=MappingProxyType(metadata),
             unindexed=unindexed,
+            index=index and IndexFacts(index.sha256, len(index.weight_map), index.total_size),
+            allow_patterns=patterns,
         )
 
     @property
@@ -124,13 +140,13 @@ class Manifest:
             close = _nearest(name, self.tensors)
             hint = f"; the nearest are {some_of(close)}" if close else ""
             raise CheckpointError(
-                _root(self.source), name, f"not in the checkpoint ({len(self.tensors)} tensors){hint}"
+                root(self.source), name, f"not in the checkpoint ({len(self.tensors)} tensors){hint}"
             ) from None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Manifest):
             return NotImplemented
-        return self.identity == other.identity and self.files == other.files
+        return self.identity == other.identity
 
     def __hash__(self) -> int:
         return hash(self.identity)
@@ -157,7 +173,8 @@ def _nearest(name: str, names: Mapping[str, Any]) -> list[str]:
     return difflib.get_close_matches(name, names, n=3, cutoff=0.8) if len(names) <= 20_000 else []
 
 
-def _root(source: Source) -> str:
+def root(source: Source) -> str:
+    """How messages name the checkpoint."""
     return source.path(source.only or "").rstrip("/") or source.ref
 
 
@@ -174,64 +191,109 @@ def _files(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
 
 
-def _check_numbered(source: Source, names: list[str]) -> None:
+def choose(
+    source: Source, listed: Sequence[str], index: Index | None, patterns: Sequence[str]
+) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files that count, and what the index says about them.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    weight_map = index and index.weight_map
+    names = choose_files(listed, weight_map)
+    if patterns:
+        names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+        chosen = set(names)
+        weight_map = weight_map and {t: f for t, f in weight_map.items() if f in chosen}
+    if not names:
+        raise CheckpointError(root(source), None, _why_empty(listed, patterns))
+    return names, weight_map
+
+
+def check_numbered(source: Source, names: list[str]) -> None:
+    """Raises `MissingFileError` where numbered sets among `names` lack files."""
     count, missing = missing_numbered_files(names)
     if count:
         lacking = f"a numbered set lacks {_files(count)} (incomplete download?)"
-        raise MissingFileError(_root(source), missing, lacking)
+        raise MissingFileError(root(source), missing, lacking)
 
 
-def _read_index(source: Source, listed: Sequence[str]) -> tuple[dict[str, str] | None, str | None]:
-    """The weight map and the digest of a folder's index, if it has one."""
+def read_index(source: Source, listed: Sequence[str]) -> Index | None:
+    """A folder's index, if it has one.
+
+    Raises:
+        MissingFileError: It is listed, but leads nowhere.
+        CorruptFileError, CheckpointError: As `parse_index`.
+    """
     if source.only is not None or INDEX_NAME not in listed:
-        return None, None
+        return None
     size = source.size(INDEX_NAME)
     if size is None:
-        raise MissingFileError(_root(source), [INDEX_NAME], "it leads to no file (incomplete download?)")
+        raise MissingFileError(root(source), [INDEX_NAME], "it leads to no file (incomplete download?)")
     if size > _MAX_INDEX_BYTES:
         raise CorruptFileError(source.path(INDEX_NAME), None, f"index of {size} bytes is too large")
-    raw = source.read(INDEX_NAME, 0, size)
-    return parse_index(raw, source.path(INDEX_NAME)), hashlib.sha256(raw).hexdigest()
+    return parse_index(source.read(INDEX_NAME, 0, size), source.path(INDEX_NAME))
 
 
-def _read_one(source: Source, file: FileEntry) -> FileHeader:
+def read_one(source: Source, file: FileEntry) -> FileHeader:
+    """One file's header."""
     return read_header(
         partial(source.read, file.name), file.size, path=source.path(file.name), file=file.name
     )
 
 
-def _merge(
-    source: Source,
-    files: Sequence[FileEntry],
-    headers: Sequence[FileHeader],
-    weight_map: dict[str, str] | None,
-) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """All files' tensors under one roof; the index says which file a doubled name is taken from."""
+def merge(
+    source: Source, headers: Mapping[str, FileHeader], weight_map: Mapping[str, str] | None
+) -> tuple[dict[str, TensorEntry], tuple[str, ...], list[CheckpointError]]:
+    """All files' tensors under one roof; the index says which file a doubled name is taken from.
+
+    Args:
+        source: Where the files are.
+        headers: By file name, in order.
+        weight_map: What the index says about these very files.
+
+    Returns:
+        The tensors; those of them that the index doesn't name; and what contradicts itself.
+    """
     tensors: dict[str, TensorEntry] = {}
-    for file, header in zip(files, headers, strict=True):
+    doubled: dict[tuple[str, str], list[str]] = {}
+    for file, header in headers.items():
         for name in sorted(header.tensors):
             entry = header.tensors[name]
             other = tensors.get(name)
             wanted = (weight_map or {}).get(name)
-            if other is None or wanted == file.name:
-                if wanted is None or wanted == file.name:
+            if other is None or wanted == file:
+                if wanted is None or wanted == file:
                     tensors[name] = entry
             elif wanted is None:
-                raise CheckpointError(
-                    _root(source),
-                    name,
-                    f"is in two files, {other.file} and {file.name}, and no index says which one counts",
-                )
-    if not weight_map:
-        return tensors, ()
-    absent = [name for name in weight_map if name not in tensors]
-    if absent:
-        raise CheckpointError(
-            source.path(weight_map[absent[0]]),
-            absent[0],
-            f"the index says that it is in this file, but it isn't ({len(absent)} such tensors)",
+                doubled.setdefault((other.file, file), []).append(name)
+    problems = [
+        CheckpointError(
+            root(source),
+            names[0],
+            f"is in two files, {one} and {two}, and no index says which one counts{_such(names)}",
         )
-    return tensors, tuple(name for name in tensors if name not in weight_map)
+        for (one, two), names in doubled.items()
+    ]
+    if not weight_map:
+        return tensors, (), problems
+    absent: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if name not in tensors:
+            absent.setdefault(file, []).append(name)
+    problems += [
+        CheckpointError(
+            source.path(file),
+            names[0],
+            f"the index says that it is in this file, but it isn't{_such(names)}",
+        )
+        for file, names in absent.items()
+    ]
+    return tensors, tuple(name for name in tensors if name not in weight_map), problems
+
+
+def _such(names: Sequence[str]) -> str:
+    return f" ({len(names)} such tensors: {some_of(names)})" if names[1:] else ""
 
 
 def _digest(index: str | None, files: Sequence[FileEntry], headers: Sequence[FileHeader]) -> str:

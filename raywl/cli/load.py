@@ -74,7 +74,7 @@ def check_report_path(path: str | None) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     check_report_path(args.report)
     # Here and below, what takes a second or more to import, after what needs no import.
-    from raywl.readers.strategy import check_strategy
+    from raywl.strategies import check_strategy
 
     check_strategy(args.strategy)
     arguments, notes = _load_arguments(args)

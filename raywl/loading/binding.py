@@ -12,13 +12,13 @@ from torch import nn
 from raywl.checkpoint import TensorEntry
 from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
-from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
+from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError, some_of
 from raywl.loading.hf import ConversionRules, FusedPart, offsets_of_parts
 from raywl.loading.lazy import LazyWeight
 from raywl.loading.names import NameTable, Route
 from raywl.loading.record import Recorder
 from raywl.loading.targets import Target, collect_targets, is_dtensor, materialise
-from raywl.loading.tp_plan import shards_from_tp_plan
+from raywl.loading.tp_plan import shards_from_tp_plan, unused_entries
 from raywl.opening import Checkpoint
 from raywl.plan import Copy, LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
@@ -213,6 +213,8 @@ class Binding:
             if not _has_loader(target) and not is_dtensor(target.tensor):
                 entry = self.checkpoint.tensors[name]
                 full |= dict.fromkeys(target.names, torch_shape(entry.dtype, entry.shape))
+        if unused := unused_entries(self._tp_plan, full):
+            self.notes.append(f"tp_plan entries that match no parameter: {some_of(unused)}")
         return shards_from_tp_plan(self._tp_plan, full, self.context.tp_size)
 
     def _place_fused(self) -> dict[str, tuple[int, ...]]:
@@ -352,6 +354,11 @@ class Binding:
                 self.skipped[name] = f"no place on stage {self.context.pp_rank} of {self.context.pp_size}"
             else:
                 self.unexpected.append(name)
+
+    @property
+    def unused_shards(self) -> list[str]:
+        """Names and patterns of `shards` that nothing was cut by: a typo leaves a parameter whole."""
+        return self._shards.unused if self._routes else []
 
     def lacking_parts(self, target: Target) -> list[str]:
         """Parts of a stacked or expert parameter that no tensor of the checkpoint was bound to."""

@@ -27,9 +27,9 @@ from raywl.progress import Progress, make_progress
 from raywl.readers import OpenFiles, choose_num_threads, execute
 from raywl.readers.memory import dtype_name
 from raywl.readers.prefetching import prefetching
-from raywl.readers.strategy import check_strategy
 from raywl.report import LoadReport
 from raywl.sources import HubSource
+from raywl.strategies import check_strategy
 from raywl.types import ParallelContext
 
 __all__ = ["check_report", "fill_report", "load_into"]
@@ -188,6 +188,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
     report.loaded = [name for name in binding.checkpoint.tensors if name in binding.used]
     report.unexpected = binding.unexpected
     report.skipped = dict(binding.skipped)
+    report.unused_shards = binding.unused_shards
     report.notes += binding.notes
     report.missing = [name for name in unmade if name not in binding.may_miss]
     for target in binding.targets:
@@ -218,20 +219,28 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
         )
         if strict == "exact":
             raise MissingWeightsError(root, report.unexpected, "tensors that have no place in the model")
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=4)
+    if report.unused_shards and report.context.pp_size == 1:
+        unused = some_of(report.unused_shards)
+        warnings.warn(f"shards match no parameter that they could cut: {unused}", stacklevel=4)
     if not strict:
         return
     if report.missing:
         raise MissingWeightsError(
             root, report.missing, f"{len(report.missing)} parameters or buffers would stay unset"
         )
-    holes = [
-        f"{name} ({why})"
+    # What had memory before keeps there what its owner put: padding, on purpose or not.
+    holes = {
+        name: f"{name} ({why})"
         for name, why in report.partial.items()
-        if name in binding.was_meta or not why.endswith("are set")
-    ]
+        if strict == "exact" or name in binding.was_meta or not why.endswith("are set")
+    }
     if holes:
-        raise MissingWeightsError(root, holes, f"{len(holes)} parameters would be set only in part")
+        told = list(holes.values())
+        raise MissingWeightsError(root, told, f"{len(holes)} parameters would be set only in part")
+    if report.partial:
+        rows = [f"{name} ({why})" for name, why in report.partial.items()]
+        warnings.warn(f"{len(rows)} parameters are set only in part: {some_of(rows)}", stacklevel=4)
 
 
 class _Count:

@@ -163,9 +163,9 @@ class _WriteWatch(TorchFunctionMode):
 def init_buffers(model: nn.Module, targets: list[Target], device: torch.device) -> list[str]:
     """Makes meta buffers that no checkpoint holds, by the model's own initialisers.
 
-    A module's `reset_buffers`, `reset_parameters`, `init_weights` or `_init_weights` is tried, then the
-    whole model's `_init_weights(module)`, as transformers has it. Parameters are still on `meta` then,
-    so that nothing is computed for them. The random state is as before afterwards.
+    A module's `reset_buffers`, `reset_parameters` or `init_weights` is tried, then `_init_weights(module)`
+    of the models around it, as transformers has it, from the innermost to the whole. Parameters are still
+    on `meta` then, so that nothing is computed for them. The random state is as before afterwards.
 
     Returns:
         Names of the buffers that no initialiser made; they stay on `meta`.
@@ -207,10 +207,7 @@ def _init_module(
         target.tensor.__dict__.pop("_is_hf_initialized", None)
     calls: list[tuple[Any, tuple[Any, ...]]]
     calls = [(getattr(module, name), ()) for name in _INITIALISERS[:3] if hasattr(module, name)]
-    if hasattr(model, "_init_weights"):
-        calls.append((model._init_weights, (module,)))
-    elif hasattr(module, "_init_weights"):
-        calls.append((module._init_weights, ()))
+    calls += [(owner._init_weights, (module,)) for owner in _ancestors(model, members[0])]
     waiting = list(members)
     try:
         for call, args in calls:
@@ -226,6 +223,13 @@ def _init_module(
         if target in waiting:
             target.put(meta)
     return [target.name for target in waiting]
+
+
+def _ancestors(model: nn.Module, target: Target) -> list[Any]:
+    """Modules around a target that can initialise what is inside of them, from the inside out."""
+    path = target.names[0].split(".")[:-1]
+    around = [model.get_submodule(".".join(path[:length])) for length in range(len(path), -1, -1)]
+    return [module for module in around if hasattr(module, "_init_weights")]
 
 
 def _was_made(target: Target, watch: _WriteWatch) -> bool:

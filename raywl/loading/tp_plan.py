@@ -8,12 +8,12 @@ A plan maps module (or parameter) names, with `*` for a number, to a style: for 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from raywl.loading.names import module_of
 from raywl.types import Replicate, Shard, ShardSpec
 
-__all__ = ["STYLES", "shards_from_tp_plan"]
+__all__ = ["STYLES", "shards_from_tp_plan", "unused_entries"]
 
 _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
@@ -51,15 +51,26 @@ def shards_from_tp_plan(
     return shards
 
 
+def unused_entries(tp_plan: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """Entries of a plan that speak of none of the parameters."""
+    used = {entry for name in names if (entry := _entry_of(name, tp_plan)) is not None}
+    return [entry for entry in tp_plan if entry not in used]
+
+
 def _style_of(name: str, tp_plan: Mapping[str, str]) -> str | None:
-    """The style of a parameter: its own entry's, else its module's; the longest match counts."""
+    entry = _entry_of(name, tp_plan)
+    return None if entry is None else tp_plan[entry]
+
+
+def _entry_of(name: str, tp_plan: Mapping[str, str]) -> str | None:
+    """The entry for a parameter: its own, else its module's; the longest match counts."""
     for path in (name, module_of(name)):
         parts = _NUMBER.sub("*", path).split(".")
         exact = path.split(".")
         for first in range(len(parts)):
             for candidate in (".".join(exact[first:]), ".".join(parts[first:])):
                 if candidate in tp_plan:
-                    return tp_plan[candidate]
+                    return candidate
     return None
 
 

@@ -23,8 +23,9 @@ class SpecTable:
     def __init__(self, shards: Mapping[str, Any] | None) -> None:
         specs = {pattern: as_shard_spec(value) for pattern, value in (shards or {}).items()}
         self._exact = specs
+        self._used: set[str] = set()
         self._patterns = [
-            (re.compile(fnmatch.translate(pattern)), spec)
+            (pattern, re.compile(fnmatch.translate(pattern)), spec)
             for pattern, spec in specs.items()
             if any(sign in pattern for sign in "*?[")
         ]
@@ -36,8 +37,18 @@ class SpecTable:
     def find(self, name: str) -> ShardSpec | None:
         """The spec of a parameter, or `None` where nothing matches."""
         if name in self._exact:
+            self._used.add(name)
             return self._exact[name]
-        return next((spec for pattern, spec in self._patterns if pattern.match(name)), None)
+        for text, pattern, spec in self._patterns:
+            if pattern.match(name):
+                self._used.add(text)
+                return spec
+        return None
+
+    @property
+    def unused(self) -> list[str]:
+        """Names and patterns that nothing that was looked up has matched."""
+        return [text for text in self._exact if text not in self._used]
 
 
 def declare_plan(

@@ -14,6 +14,7 @@ from typing import Self
 
 from raywl.checkpoint import FileEntry, Manifest
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
+from raywl.sources.local import stamp_of
 
 __all__ = ["OpenFiles", "max_open_files"]
 
@@ -41,6 +42,11 @@ def max_open_files() -> int:
     """Files to hold open at once: a checkpoint may have more shards than a process may open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN, soft // 4))
+
+
+def _written_since(before: str | None, now: str) -> bool:
+    """Whether a file isn't what it was, as far as this node can tell: stamps of another mean nothing here."""
+    return before is not None and before.partition(":")[0] == now.partition(":")[0] and before != now
 
 
 class OpenFiles:
@@ -100,11 +106,14 @@ class OpenFiles:
         except OSError as error:
             raise CheckpointError(path, None, f"can't be opened: {error.strerror}") from error
         try:
-            stamp = _stamp(os.fstat(fd))
+            info = os.fstat(fd)
+            stamp = _stamp(info)
             if stamp[0] != expected.size:
                 reason = f"expected {expected.size} bytes, the file has {stamp[0]}"
                 raise CorruptFileError(path, None, f"{reason}: it changed since its header was read")
             if name not in self._stamps:
+                if _written_since(expected.stamp, stamp_of(info)):
+                    raise CorruptFileError(path, None, "was written to or replaced since it was opened")
                 _check_header(fd, path, expected)
             elif stamp != self._stamps[name]:
                 raise CheckpointError(path, None, _CHANGED)

@@ -17,8 +17,8 @@ from raywl.readers.execute import choose_num_threads, execute
 from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView
 from raywl.readers.prefetching import prefetching
-from raywl.readers.strategy import check_strategy
 from raywl.remap.experts import should_skip_weight
+from raywl.strategies import check_strategy
 
 __all__ = ["iter_weights"]
 

@@ -54,7 +54,7 @@ def prefetching(
     kind = fs_type([manifest.path(ranges[0].file)])
     decision = should_prefetch(kind, size_bytes, available_ram_bytes(), asked)
     if decision.warn:
-        warnings.warn(decision.reason, stacklevel=6)
+        warnings.warn(decision.reason, stacklevel=5)
     if decision.on or decision.warn:
         notes.append(decision.reason)
     if not decision.on:

@@ -28,6 +28,9 @@ class Source(Protocol):
     def size(self, name: str) -> int | None:
         """Size of a file in bytes, or `None` where there is none by that name."""
 
+    def stamp(self, name: str) -> str | None:
+        """What changes on this node when somebody writes to the file or replaces it; `None` if unknown."""
+
     def read(self, name: str, start: int, end: int) -> bytes:
         """Bytes `[start, end)` of a file, fewer only at its end."""
 

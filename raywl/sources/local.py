@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 from dataclasses import dataclass
+from functools import cache
 
 from raywl.errors import NotFoundError, SourceError
 
-__all__ = ["LocalSource"]
+__all__ = ["LocalSource", "stamp_of"]
 
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+def stamp_of(info: os.stat_result) -> str:
+    """A file's state on this very node since it was started: another one's stamps are never equal."""
+    return f"{_boot_id()}:{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}"
+
+
+@cache
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,12 @@ class LocalSource:
                 return None
             raise SourceError(self.path(name), f"can't be read: {error.strerror}") from error
         return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+    def stamp(self, name: str) -> str | None:
+        try:
+            return stamp_of(os.stat(self.path(name)))
+        except OSError:
+            return None
 
     def read(self, name: str, start: int, end: int) -> bytes:
         path = self.path(name)

@@ -9,7 +9,7 @@ import pytest
 from tests.repository.imports import imports, modules
 
 LAYERS = [
-    {"_version", "errors", "types", "text"},
+    {"_version", "errors", "strategies", "types", "text"},
     {"locks", "node", "progress"},
     {"sources"},
     {"checkpoint", "parameters"},

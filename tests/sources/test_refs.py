@@ -140,7 +140,7 @@ def test_the_index_decides_alone():
 def test_what_is_fetched_is_what_is_read(names, raw):
     """The manifest, which is made later and one layer up, picks the same files."""
     indexed = None if raw is None else indexed_files(raw)
-    weight_map = None if raw is None else parse_index(raw, "index")
+    weight_map = None if raw is None else parse_index(raw, "index").weight_map
     assert sorted(choose_files(names, weight_map)) == weight_files(names, indexed)
 
 

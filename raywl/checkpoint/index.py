@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from raywl.checkpoint.strict_json import parse_json
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 
 __all__ = [
     "INDEX_NAME",
+    "Index",
     "check_member_name",
     "check_present",
     "choose_files",
     "missing_numbered_files",
     "natural_sort_key",
+    "numbered_set",
     "parse_index",
 ]
 
@@ -26,6 +29,17 @@ INDEX_NAME = "model.safetensors.index.json"
 _MAX_LISTED = 1000
 _DIGITS = re.compile(r"(\d+)")
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.safetensors$")
+
+
+class Index(NamedTuple):
+    """What an index says."""
+
+    weight_map: dict[str, str]
+    """Tensor name to file name inside the folder."""
+    total_size: int | None
+    """Bytes of all tensors, as its writer counted them."""
+    sha256: str
+    """Of the index file's bytes, in hex."""
 
 
 def natural_sort_key(path: str) -> tuple[tuple[int, int | str], ...]:
@@ -48,8 +62,8 @@ def check_member_name(name: Any, path: str) -> str:
     return normal
 
 
-def parse_index(raw: bytes, path: str) -> dict[str, str]:
-    """The weight map of an index: tensor name to file name inside the folder.
+def parse_index(raw: bytes, path: str) -> Index:
+    """Parses and checks an index file.
 
     Raises:
         CorruptFileError: It is not JSON, has a name twice, or has no `weight_map` object.
@@ -64,7 +78,19 @@ def parse_index(raw: bytes, path: str) -> dict[str, str]:
         # A map names each file thousands of times.
         if not isinstance(file, str) or file not in normal:
             normal[file] = check_member_name(file, path)
-    return {name: normal[file] for name, file in weight_map.items()}
+    return Index(
+        {name: normal[file] for name, file in weight_map.items()},
+        _total_size(index.get("metadata")),
+        hashlib.sha256(raw).hexdigest(),
+    )
+
+
+def _total_size(metadata: Any) -> int | None:
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some writers count in floats.
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
+    return size if type(size) is int else None
 
 
 def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
@@ -78,6 +104,12 @@ def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> lis
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     others = [name for name in files if not name.startswith("consolidated")]
     return sorted(others or files, key=lambda name: (natural_sort_key(name), name))
+
+
+def numbered_set(name: str) -> tuple[str, str] | None:
+    """Stem and total of a numbered file's name: the same for all files of a set."""
+    found = _NUMBERED.match(name)
+    return (found["stem"], found["total"]) if found else None
 
 
 def missing_numbered_files(files: Sequence[str]) -> tuple[int, list[str]]:

@@ -95,6 +95,7 @@ def load_into(
     check_strategy(strategy)
     if strict not in (True, False, "exact"):
         raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
+    _check_arguments(model, parallel, mapper, stacked, expert_mapping, device)
     start = time.perf_counter()
     if isinstance(ref, Checkpoint):
         if source:
@@ -115,6 +116,25 @@ def load_into(
         _load(model, binding, files, report, plan, strict, strategy, make_progress(progress))
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _check_arguments(
+    model: Any, parallel: Any, mapper: Any, stacked: Any, expert_mapping: Any, device: Any
+) -> None:
+    """Names what is of a wrong kind, where it would fail later in words of something else."""
+    for name, value, kind in (("model", model, nn.Module), ("parallel", parallel, ParallelContext)):
+        if not isinstance(value, kind) and not (name == "parallel" and value is None):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    if mapper is not None and not callable(getattr(mapper, "map_name", None)):
+        raise TypeError(
+            f"mapper must have map_name(name), as a WeightsMapper has; {type(mapper).__name__} hasn't"
+        )
+    for name, rows, length in (("stacked", stacked, 3), ("expert_mapping", expert_mapping, 4)):
+        for row in rows or ():
+            if not isinstance(row, tuple | list) or len(row) != length:
+                raise ValueError(f"{name} has rows of {length} values, not {row!r}")
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("device is where weights go, which can't be meta")
 
 
 def _load(
@@ -211,7 +231,8 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
 
 
 def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> None:
-    root = binding.checkpoint.path("").rstrip("/") or report.ref
+    source = binding.checkpoint.source
+    root = source.path(source.only or "").rstrip("/") or report.ref
     if report.unexpected:
         text = (
             f"{len(report.unexpected)} tensors of {report.ref} have no place in the model: "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from raywl.errors import CheckpointError
+from raywl.errors import CheckpointError, NotFoundError
 from raywl.plan.copies import Copy
 from raywl.plan.reads import Read, schedule
 from raywl.types import ParallelContext
@@ -29,7 +29,7 @@ class TargetInfo(NamedTuple):
     """Local shape on the rank."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LoadPlan:
     """Which bytes of which files one rank reads, and where they go."""
 
@@ -68,6 +68,9 @@ class LoadPlan:
         for read in self.reads:
             found[read.file] = found.get(read.file, 0) + read.end - read.start
         return found
+
+    def __hash__(self) -> int:
+        return hash((self.identity, self.context, self.copies))
 
     def summary(self) -> dict[str, Any]:
         """The totals, as JSON values."""
@@ -134,6 +137,11 @@ class LoadPlan:
         try:
             with open(path) as file:
                 body = json.load(file)
+        except FileNotFoundError:
+            raise NotFoundError(os.fspath(path), "there is no such plan", local=True) from None
+        except ValueError as error:
+            raise CheckpointError(os.fspath(path), None, f"is not a saved plan: {error}") from error
+        try:
             if body["raywl_plan"] != _FORMAT:
                 raise CheckpointError(
                     os.fspath(path), None, f"plan of format {body['raywl_plan']}, expected {_FORMAT}"

@@ -250,7 +250,7 @@ def merge(
     Args:
         source: Where the files are.
         headers: By file name, in order.
-        weight_map: What the index says about these very files.
+        weight_map: What the index says.
 
     Returns:
         The tensors; those of them that the index doesn't name; and what contradicts itself.
@@ -279,7 +279,7 @@ def merge(
         return tensors, (), problems
     absent: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if name not in tensors:
+        if name not in tensors and file in headers:
             absent.setdefault(file, []).append(name)
     problems += [
         CheckpointError(

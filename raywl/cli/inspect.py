@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from raywl.checkpoint import Manifest
+from raywl.checkpoint import FileEntry, Manifest
 from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
-from raywl.errors import some_of
 from raywl.opening import open_checkpoint
 from raywl.text import format_bytes
+from raywl.verifying import notes_on
 
 __all__ = ["add_parser", "describe"]
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "inspect",
         run,
-        help="files, dtypes, sizes and problems of a checkpoint",
+        help="files, dtypes, sizes, problems and notes of a checkpoint",
         description="Shows what a checkpoint holds. Reads its index and headers, and no tensor data.",
     )
     add_source_arguments(parser)
@@ -30,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     manifest = open_checkpoint(args.ref, **source_arguments(args))
-    found = describe(manifest, chosen=bool(args.allow_patterns))
+    found = describe(manifest)
     out.json(found)
     out.text(
         f"{args.ref}: {found['format']}, {len(manifest.tensors)} tensors, {format_bytes(found['nbytes'])}"
@@ -57,18 +57,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.text()
     for problem in found["problems"]:
         out.text(f"problem: {problem}")
+    for note in found["notes"]:
+        out.text(f"note: {note}")
     if not found["problems"]:
         out.text("no problems found in index and headers")
     return DONE
 
 
-def describe(manifest: Manifest, *, chosen: bool = False) -> dict[str, Any]:
-    """A checkpoint's files, tensors and problems, as JSON values under the names of the Python API.
-
-    Args:
-        manifest: The checkpoint.
-        chosen: Whether only some of its files were asked for, so that unused ones are no problem.
-    """
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """A checkpoint's files, tensors, problems and notes, as JSON values under the names of the Python API."""
     dtypes: dict[str, dict[str, int]] = {}
     per_file = dict.fromkeys((file.name for file in manifest.files), 0)
     for entry in manifest.tensors.values():
@@ -82,25 +79,15 @@ def describe(manifest: Manifest, *, chosen: bool = False) -> dict[str, Any]:
         "format": manifest.format,
         "nbytes": manifest.nbytes,
         "num_tensors": len(manifest.tensors),
-        "files": [{**file._asdict(), "num_tensors": per_file[file.name]} for file in manifest.files],
+        "files": [{**_shown(file), "num_tensors": per_file[file.name]} for file in manifest.files],
         "dtypes": dict(sorted(dtypes.items())),
         "metadata": dict(manifest.metadata),
-        "problems": _problems(manifest, chosen),
+        "problems": [] if manifest.tensors else ["there are no tensors"],
+        "notes": notes_on(manifest),
         "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
     }
 
 
-def _problems(manifest: Manifest, chosen: bool) -> list[str]:
-    problems = []
-    if manifest.unindexed:
-        problems.append(
-            f"{len(manifest.unindexed)} tensors are in the files but not in the index: "
-            f"{some_of(manifest.unindexed)}"
-        )
-    used = {file.name for file in manifest.files}
-    unused = [n for n in manifest.source.list() if n.endswith(".safetensors") and n not in used]
-    if unused and not chosen:
-        problems.append(f"{len(unused)} safetensors files of the folder are not used: {some_of(unused)}")
-    if not manifest.tensors:
-        problems.append("there are no tensors")
-    return problems
+def _shown(file: FileEntry) -> dict[str, Any]:
+    # The stamp means something on this node alone.
+    return {name: value for name, value in file._asdict().items() if name != "stamp"}

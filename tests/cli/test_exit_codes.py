@@ -83,7 +83,7 @@ def test_an_absent_path_is_3(raywl, tmp_path, command):
     assert str(tmp_path / "absent") in done.error["message"]
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "plan", "load"])
+@pytest.mark.parametrize("command", ["inspect", "plan", "load"])
 def test_a_damaged_file_is_3(raywl, damaged, command):
     """A `ValueError` by its class as well, but no matter of usage."""
     done = raywl(command, damaged, "--json")

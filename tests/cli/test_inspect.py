@@ -69,7 +69,7 @@ def test_a_terminal_gets_drawn_tables_with_names_as_they_are(checkpoint, tmp_pat
     assert "─" in shown
 
 
-def test_unindexed_tensors_and_unused_files_are_problems(raywl, checkpoint, tmp_path):
+def test_unindexed_tensors_and_unused_files_are_noted(raywl, checkpoint, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint, folder)
     index = folder / "model.safetensors.index.json"
@@ -77,10 +77,14 @@ def test_unindexed_tensors_and_unused_files_are_problems(raywl, checkpoint, tmp_
     del weight_map["<script>[red]"]
     index.write_text(json.dumps({"weight_map": weight_map}))
     save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
-    problems = raywl("inspect", folder, "--json").json["problems"]
-    assert len(problems) == 2
-    assert "<script>[red]" in problems[0]
-    assert "other.safetensors" in problems[1]
+    for command in ("inspect", "verify"):
+        done = raywl(command, folder, "--json")
+        assert done.code == 0
+        assert done.json["problems"] == []
+        unindexed, unused = done.json["notes"]
+        assert "<script>[red]" in unindexed
+        assert "other.safetensors" in unused
+        assert f"note: {unused}\n" in raywl(command, folder).stdout
 
 
 def test_inspect_of_a_thousand_tensors_needs_neither_torch_nor_ray(tmp_path):

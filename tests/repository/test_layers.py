@@ -19,6 +19,7 @@ LAYERS = [
     {"readers", "tables"},
     {"opening", "verifying"},
     {"loading"},
+    {"weight_utils"},
     {"actors"},
     {"empty_model"},
     {"bench", "demo"},

@@ -1,0 +1,101 @@
+"""Weight utilities under the names that users of vLLM's know: change the import, and keep the code.
+
+Nothing is defined here. What is gathered, and where it lives:
+
+- files and locks: `atomic_writer`, `get_lock` (`raywl.locks`);
+- which files hold the weights: the `filter_*` functions, `resolve_mm_encoder_only_lm_prefixes`
+  (`raywl.checkpoint.filters`), `WeightsMapper` (`raywl.remap.mapper`);
+- page cache and memory (`raywl.node`);
+- expert parallelism, names of KV-cache scales and of experts (`raywl.remap`);
+- loaders, attention sinks and dummy weights (`raywl.loaders`).
+
+Where a rank or size is needed and no argument gives it, it comes from the entered
+`raywl.ParallelContext`, else from the default group of `torch.distributed`, else it is (0, 1).
+"""
+
+from raywl.checkpoint.filters import (
+    filter_duplicate_safetensors_files,
+    filter_files_not_needed_for_inference,
+    filter_mm_encoder_only_safetensors_files,
+    filter_safetensors_files_by_weight_name,
+    resolve_mm_encoder_only_lm_prefixes,
+)
+from raywl.checkpoint.index import natural_sort_key as _natural_sort_key
+from raywl.loaders import (
+    ExpertLoader,
+    MergedColumnLoader,
+    QKVLoader,
+    VocabLoader,
+    composed_weight_loader,
+    default_weight_loader,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    row_parallel_weight_loader,
+    sharded_weight_loader,
+)
+from raywl.loaders.dummy import initialize_dummy_weights, initialize_single_dummy_weight
+from raywl.loaders.sinks import load_attention_sink, load_padded_attn_sink, make_attention_sink
+from raywl.locks import atomic_writer, get_lock
+from raywl.node.memory import available_ram_bytes as _get_available_ram_bytes
+from raywl.node.mounts import fs_type as _get_fs_type
+from raywl.node.page_cache import record_checkpoint_files, release_checkpoint_page_cache
+from raywl.node.prefetch import checkpoints_size_bytes as _get_checkpoints_size_bytes
+from raywl.node.prefetch import prefetch_all_checkpoints as _prefetch_all_checkpoints
+from raywl.node.prefetch import prefetch_checkpoint as _prefetch_checkpoint
+from raywl.remap.experts import (
+    compute_local_expert_ids,
+    determine_expert_map,
+    make_expert_params_mapping,
+    parse_expert_id,
+    should_skip_weight,
+)
+from raywl.remap.kv_scales import maybe_remap_kv_scale_name
+from raywl.remap.mapper import WeightsMapper
+from raywl.remap.moe_names import (
+    get_moe_expert_mapping,
+    maybe_remap_moe_expert_param_name,
+    remap_moe_expert_weights,
+)
+
+__all__ = [
+    "ExpertLoader",
+    "MergedColumnLoader",
+    "QKVLoader",
+    "VocabLoader",
+    "WeightsMapper",
+    "_get_available_ram_bytes",
+    "_get_checkpoints_size_bytes",
+    "_get_fs_type",
+    "_natural_sort_key",
+    "_prefetch_all_checkpoints",
+    "_prefetch_checkpoint",
+    "atomic_writer",
+    "composed_weight_loader",
+    "compute_local_expert_ids",
+    "default_weight_loader",
+    "determine_expert_map",
+    "filter_duplicate_safetensors_files",
+    "filter_files_not_needed_for_inference",
+    "filter_mm_encoder_only_safetensors_files",
+    "filter_safetensors_files_by_weight_name",
+    "get_lock",
+    "get_moe_expert_mapping",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "initialize_dummy_weights",
+    "initialize_single_dummy_weight",
+    "load_attention_sink",
+    "load_padded_attn_sink",
+    "make_attention_sink",
+    "make_expert_params_mapping",
+    "maybe_remap_kv_scale_name",
+    "maybe_remap_moe_expert_param_name",
+    "parse_expert_id",
+    "record_checkpoint_files",
+    "release_checkpoint_page_cache",
+    "remap_moe_expert_weights",
+    "resolve_mm_encoder_only_lm_prefixes",
+    "row_parallel_weight_loader",
+    "sharded_weight_loader",
+    "should_skip_weight",
+]

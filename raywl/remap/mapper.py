@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import NamedTuple, TypeVar
 
-__all__ = ["WeightsMapper"]
+__all__ = ["AppliedRule", "WeightsMapper"]
 
 T = TypeVar("T")
 Rules = Mapping[str, str | None]
+Replace = Callable[[str], str | None]
+
+
+class AppliedRule(NamedTuple):
+    """What one rule did to a name."""
+
+    kind: str
+    """`"regex"`, `"substr"`, `"prefix"` or `"suffix"`."""
+    text: str
+    """What the rule looks for."""
+    before: str
+    """The name that it was given."""
+    after: str | None
+    """What it made of it; `None` where it drops the name."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class WeightsMapper:
 
     Each rule of a kind is tried in the order given, and all that match apply. The value `None` drops
     the names that the rule matches. `a | b` has the rules of both; where both have one for the same
-    text, `b` wins.
+    text, `b` wins. The rules are taken up on first use: what is put into the dicts later isn't seen.
     """
 
     orig_to_new_regex: Rules = field(default_factory=dict)
@@ -41,34 +55,48 @@ class WeightsMapper:
         )
 
     @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], str | None]]:
-        return [(re.compile(text), new) for text, new in self.orig_to_new_regex.items()]
+    def _rules(self) -> list[tuple[str, str, str | None, Replace]]:
+        # Partial functions and no closures, so that a mapper that was used can still be pickled.
+        rules: list[tuple[str, str, str | None, Replace]] = []
+        for text, new in self.orig_to_new_regex.items():
+            rules.append(("regex", text, new, partial(_replace_regex, re.compile(text), new or "")))
+        for text, new in self.orig_to_new_substr.items():
+            rules.append(("substr", text, new, partial(_replace_substr, text, new or "")))
+        for text, new in self.orig_to_new_prefix.items():
+            rules.append(("prefix", text, new, partial(_replace_prefix, text, new or "")))
+        for text, new in self.orig_to_new_suffix.items():
+            rules.append(("suffix", text, new, partial(_replace_suffix, text, new or "")))
+        return rules
 
     def map_name(self, name: str) -> str | None:
         """The model's name for a checkpoint's, or `None` when a rule drops it."""
-        for pattern, new in self._patterns:
-            if pattern.search(name):
+        for _, _, new, replace in self._rules:
+            if (after := replace(name)) is not None:
                 if new is None:
                     return None
-                name = pattern.sub(new, name)
-        for text, new in self.orig_to_new_substr.items():
-            if text in name:
-                if new is None:
-                    return None
-                name = name.replace(text, new, 1)
-        for text, new in self.orig_to_new_prefix.items():
-            if name.startswith(text):
-                if new is None:
-                    return None
-                name = new + name.removeprefix(text)
-        for text, new in self.orig_to_new_suffix.items():
-            if name.endswith(text):
-                if new is None:
-                    return None
-                name = name.removesuffix(text) + new
+                name = after
         return name
 
     _map_name = map_name
+
+    def explain(self, name: str) -> tuple[AppliedRule, ...]:
+        """The rules that `map_name` applies to a checkpoint's name, in their order.
+
+        Args:
+            name: A name of the checkpoint.
+
+        Returns:
+            Each rule with the name before and after it; the last one's `after` is the model's name. Empty
+            when no rule matches and the name stays as it is.
+        """
+        applied = []
+        for kind, text, new, replace in self._rules:
+            if (after := replace(name)) is not None:
+                applied.append(AppliedRule(kind, text, name, None if new is None else after))
+                if new is None:
+                    break
+                name = after
+        return tuple(applied)
 
     def apply(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The pairs under their new names, without those that are dropped."""
@@ -83,3 +111,23 @@ class WeightsMapper:
     def apply_dict(self, values: Mapping[str, T]) -> dict[str, T]:
         """The mapping under its new names, without those that are dropped."""
         return dict(self.apply(values.items()))
+
+
+# Each gives the new name, or `None` where the rule doesn't match.
+
+
+def _replace_regex(pattern: re.Pattern[str], new: str, name: str) -> str | None:
+    after, times = pattern.subn(new, name)
+    return after if times else None
+
+
+def _replace_substr(text: str, new: str, name: str) -> str | None:
+    return name.replace(text, new, 1) if text in name else None
+
+
+def _replace_prefix(text: str, new: str, name: str) -> str | None:
+    return new + name.removeprefix(text) if name.startswith(text) else None
+
+
+def _replace_suffix(text: str, new: str, name: str) -> str | None:
+    return name.removesuffix(text) + new if name.endswith(text) else None

@@ -285,15 +285,17 @@ class TestEncoderOnly:
         return [os.path.relpath(file, tmp_path) for file in kept]
 
     def test_only_files_of_the_language_model_alone_go(self, tmp_path):
-        """One file of its weights, one mixed, one without, and one that the index doesn't list."""
+        """One file of its weights, two mixed ones, one without, and one that the index doesn't list."""
         weight_map = {
             "language_model.0": "lm",
             "language_model.1": "mixed",
             "visual.0": "mixed",
             "visual.1": "tower",
+            "visual.2": "mixed too",
+            "language_model.2": "mixed too",
         }
-        given = ["tower", "unlisted", "lm", "mixed"]
-        assert self.filter(tmp_path, weight_map, given) == ["tower", "unlisted", "mixed"]
+        given = ["tower", "mixed too", "unlisted", "lm", "mixed"]
+        assert self.filter(tmp_path, weight_map, given) == ["tower", "mixed too", "unlisted", "mixed"]
 
     @pytest.mark.parametrize("prefixes", [["visual"], ["visual."], "visual"])
     def test_prefixes_end_at_a_module(self, tmp_path, prefixes):

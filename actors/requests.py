@@ -13,7 +13,7 @@ from raywl.sources import HubPin, HubSource, LocalSource, pin
 if TYPE_CHECKING:
     from raywl.opening import Checkpoint
 
-__all__ = ["SourceRequest", "request_for_nodes"]
+__all__ = ["SourceRequest", "check_options", "request_for_nodes"]
 
 
 _OPTIONS = {
@@ -45,6 +45,13 @@ class SourceRequest:
         return str(self.ref)
 
 
+def check_options(source: Mapping[str, Any]) -> None:
+    """Raises `TypeError`, with the names, for arguments that opening a checkpoint doesn't take."""
+    unknown = sorted(set(source) - _OPTIONS)
+    if unknown:
+        raise TypeError(f"unknown arguments: {', '.join(unknown)}")
+
+
 def request_for_nodes(
     group: str, ref: str | os.PathLike[str] | HubPin | Checkpoint, source: Mapping[str, Any]
 ) -> SourceRequest:
@@ -59,9 +66,7 @@ def request_for_nodes(
         TypeError: `ref` is none of these.
         ValueError: Options that mean nothing for it.
     """
-    unknown = sorted(set(source) - _OPTIONS)
-    if unknown:
-        raise TypeError(f"unknown arguments: {', '.join(unknown)}")
+    check_options(source)
     told: Any = ref
     if isinstance(ref, Manifest):
         if source:

@@ -16,12 +16,13 @@ import ray
 
 from raywl.actors.connect import Connection, connect, disconnect, is_connected
 from raywl.actors.deadline import Deadline
-from raywl.actors.failures import Place
-from raywl.actors.raycalls import Node, alive_nodes, find_agents, from_ray, gather, hold_agents
-from raywl.actors.requests import request_for_nodes
+from raywl.actors.failures import Place, most_telling
+from raywl.actors.raycalls import Node, alive_nodes, find_agents, from_ray, gather, hold_agents, settle
+from raywl.actors.requests import check_options, request_for_nodes
 from raywl.actors.shelf import TableParts, TableRequest
 from raywl.errors import CapacityError, ClusterError, CorruptFileError, MissingFileError, NodeLostError
 from raywl.tables import PlasmaBudget, TableLayout
+from raywl.types import whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,11 @@ def share_table(
         raise ValueError("a tensor in memory has no file: placement must be 'plasma' or 'auto'")
     if not is_tensor and tensor_name is None:
         raise ValueError("tensor_name says which tensor of the checkpoint is the table")
+    if rows_per_chunk is not None:
+        rows_per_chunk = whole_number("rows_per_chunk", rows_per_chunk)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a text, not {type(name).__name__}")
+    check_options(source)
     if rows_per_chunk is not None and rows_per_chunk < 1:
         raise ValueError(f"rows_per_chunk must be at least 1, got {rows_per_chunk}")
     deadline = Deadline(timeout_s, "share_table")
@@ -315,10 +321,15 @@ def _of_checkpoint(
     handle = f"table-{uuid.uuid4().hex}"
     request = request_for_nodes(handle, ref, source)
     try:
-        found = gather([agent.table_entry.remote(request, tensor_name) for agent in agents], places, deadline)
+        asked = [agent.table_entry.remote(request, tensor_name) for agent in agents]
+        # All answers are taken, also after a failure: Ray prints those that nobody has asked for.
+        settled = settle(asked, places, deadline, wait_for_all=True)
     finally:
         for agent in agents:
             agent.close.remote(handle)
+    if settled.failures:
+        raise most_telling(settled.failures)
+    found = settled.results
     entry, identity = found[0]
     for (_, other), place in zip(found, places, strict=True):
         if other != identity:

@@ -17,6 +17,7 @@ from torch import nn
 from raywl.errors import MissingWeightsError, RaywlError, some_of
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
+from raywl.loading.history import note_loaded
 from raywl.loading.record import Recorder
 from raywl.loading.targets import adopt_registered, init_buffers, restore
 from raywl.opening import Checkpoint, open_checkpoint
@@ -114,6 +115,7 @@ def load_into(
     )  # fmt: skip
     with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
         _load(model, binding, files, report, plan, strict, strategy, make_progress(progress))
+    note_loaded(model, checkpoint, report)
     report.seconds = time.perf_counter() - start
     return report
 

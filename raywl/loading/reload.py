@@ -16,6 +16,7 @@ from torch import nn
 from raywl.errors import CheckpointError, ShapeMismatchError
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
+from raywl.loading.history import check_same_architecture
 from raywl.loading.lazy import FACTS, VIEWS, LazyWeight, lazy_copies, writes, written_to
 from raywl.loading.load import check_report, fill_report, load_into
 from raywl.loading.record import Recorder
@@ -170,6 +171,8 @@ def check_reload(
             # The load says it.
             warnings.simplefilter("ignore")
             check_report(report, binding, strict)
+        if strict:
+            check_same_architecture(model, checkpoint, report)
     return checkpoint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import posixpath
 import re
@@ -13,7 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from raywl.errors import CheckpointError, MissingFileError, NotFoundError, OfflineError, SourceError, some_of
+from raywl.errors import (
+    AuthError,
+    CheckpointError,
+    MissingFileError,
+    NotFoundError,
+    OfflineError,
+    SourceError,
+    some_of,
+)
 from raywl.sources.hub_errors import hub_error
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import INDEX_NAME, companions, folder_names, indexed_files, weight_files
@@ -21,6 +30,8 @@ from raywl.sources.selection import INDEX_NAME, companions, folder_names, indexe
 __all__ = ["HubPin", "HubSource", "parse_hub_ref"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HASH_BLOCK_BYTES = 8 << 20
 _DEFAULT_REVISION = "main"
 _DOWNLOAD_THREADS = 8
 _WAIT_S = 3600.0
@@ -121,7 +132,10 @@ class HubPin:
         if _is_offline(offline):
             commit = _cached_commit(_repository_folder(options["cache_dir"], repo_id), repo_id, revision)
             return cls(repo_id, commit, offline=True, **options), None
-        options |= {"endpoint": os.environ.get("HF_ENDPOINT") or None, "token": token or _own_token()}
+        options |= {
+            "endpoint": os.environ.get("HF_ENDPOINT") or None,
+            "token": _checked_token(token or _own_token(), repo_id),
+        }
         commit, names = _look_up(cls(repo_id, revision, **options))
         return cls(repo_id, commit, **options), names
 
@@ -186,6 +200,19 @@ def _own_token() -> str | None:
     from huggingface_hub import constants
 
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else huggingface_hub.get_token()
+
+
+def _checked_token(token: str | None, repo_id: str) -> str | None:
+    """A token as a header can hold it: read from a file it often ends in a line break."""
+    if token is None:
+        return None
+    if not isinstance(token, str):
+        raise TypeError(f"token must be a text, not {type(token).__name__}")
+    token = token.strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        # Its text is not shown, nor by the client, which would say what header it can't send.
+        raise AuthError(repo_id, "the token has characters in it that no token has (a line break?)")
+    return token or None
 
 
 def _repository_folder(cache_dir: str | None, repo_id: str) -> str:
@@ -336,7 +363,7 @@ def _download_one(pin: HubPin, name: str, bar: type) -> None:
 
     path = _in_repository(pin, name)
     with _translated(pin, path):
-        huggingface_hub.hf_hub_download(
+        link = huggingface_hub.hf_hub_download(
             pin.repo_id,
             path,
             revision=pin.commit,
@@ -345,6 +372,29 @@ def _download_one(pin: HubPin, name: str, bar: type) -> None:
             token=pin.token,
             etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
             tqdm_class=bar,
+        )
+    _check_hash(pin, path, link)
+
+
+def _check_hash(pin: HubPin, name: str, link: str) -> None:
+    """Throws away what isn't what the hub announced: a large file's blob is named by its SHA-256."""
+    blob = os.path.realpath(link)
+    told = os.path.basename(blob)
+    if not _SHA256.fullmatch(told):
+        return
+    digest = hashlib.sha256()
+    with open(blob, "rb", buffering=0) as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != told:
+        for path in {link, blob}:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        raise SourceError(
+            f"{pin.repo_id}@{pin.revision}",
+            f"download of {name} brought other bytes than the hub announced (hash {digest.hexdigest()}, "
+            f"expected {told}); it was thrown away",
+            endpoint=_endpoint(pin),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -65,6 +66,13 @@ def hub_error(
     if any(kind.__name__ in ("TransportError", "TooManyRedirects") for kind in type(error).__mro__):
         return SourceError(
             ref, f"{doing}: the hub can't be reached: {type(error).__name__}: {text}", endpoint=endpoint
+        )
+    if isinstance(error, json.JSONDecodeError):
+        return SourceError(
+            ref,
+            f"{doing}: what answers there is no hub (a proxy, a sign-in page?): no JSON, "
+            f"but {error.doc[:40]!r}",
+            endpoint=endpoint,
         )
     if isinstance(error, OSError):
         reason = error.strerror or text

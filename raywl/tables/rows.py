@@ -119,6 +119,8 @@ def _checked_out(layout: TableLayout, shape: tuple[int, ...], out: torch.Tensor 
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if out is None:
         return torch.empty(shape, dtype=dtype)
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{layout.name}: out must be a tensor, not {type(out).__name__}")
     if tuple(out.shape) != shape:
         raise ShapeMismatchError(layout.name, shape, tuple(out.shape), "gather's out has another shape")
     strided = out.layout is torch.strided

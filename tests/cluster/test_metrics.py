@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import urllib.request
 
@@ -16,11 +17,22 @@ pytestmark = pytest.mark.usefixtures("driver")
 LINE = re.compile(r"^(ray_raywl_\w+)\{(.*)\} ([\d.e+-]+)$", re.MULTILINE)
 
 
-def _samples(addresses):
+def _pages():
+    """What the nodes publish; a node's port is known, and answers, some time after the node is there."""
+    import ray
+
+    for node in ray.nodes():
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(url, timeout=10) as page,
+        ):
+            yield page.read().decode()
+
+
+def _samples():
     found = {}
-    for address in addresses:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+    for text in _pages():
         for name, tags, value in LINE.findall(text):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', tags))
             found[
@@ -31,20 +43,13 @@ def _samples(addresses):
 
 def test_bytes_and_seconds_of_every_rank(checkpoint):
     """Counters hold the report's own numbers, by rank, source and phase, for loads and reloads."""
-    import ray
-
     with raywl.launch(checkpoint, Model, tp_size=2, shards=SHARDS, timeout_s=100.0) as group:
         loaded = group.report
         assert loaded.bytes_by_source == {"files": loaded.bytes_read}
         group.reload(checkpoint)
-        addresses = [
-            f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
         last = ("ray_raywl_phase_seconds_total", "1", "reload", "read")
-        eventually(lambda: last in _samples(addresses), 60, "the counters of the last reload")
-        samples = _samples(addresses)
+        eventually(lambda: last in _samples(), 90, "the counters of the last reload")
+        samples = _samples()
     for rank, report in enumerate(loaded.ranks):
         assert samples["ray_raywl_bytes_total", str(rank), "load", "files"] == report.bytes_read
         for phase, seconds in report.phases.items():

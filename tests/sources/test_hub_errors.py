@@ -230,3 +230,43 @@ def test_a_full_disk(client, tmp_path):
 )
 def test_secrets_are_taken_out(text, shown):
     assert without_secrets(text, [None, "", TOKEN]) == shown
+
+
+@pytest.mark.parametrize("token", [TOKEN + "\n", " " + TOKEN], ids=["line break", "space"])
+def test_a_token_as_it_is_read_from_a_file(client, token):
+    """What stands around it is no part of it."""
+    client.tokens.add(TOKEN)
+    client.add("org/name", sharded(), private=True, readers=(TOKEN,))
+    assert set(open_checkpoint("org/name", token=token).tensors) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("token", ["hf_SECRET\nmore", "hf_SECRET\u00e9", "hf_SE CRET"], ids=ascii)
+def test_a_token_that_no_header_holds(client, token):
+    """It is refused before the client would show it."""
+    client.add("org/name", sharded())
+    error = failure(token=token)
+    assert type(error) is AuthError
+    assert "SECRET" not in str(error)
+    assert "CRET" not in str(error)
+
+
+def test_a_page_in_the_hubs_place(client):
+    """A proxy that answers for it, with 200."""
+    client.add("org/name", sharded())
+    client.fail("/api/models/org/name*", "garble")
+    error = failure()
+    assert type(error) is SourceError
+    assert "no hub" in str(error)
+    assert error.endpoint == client.url
+
+
+def test_a_garbled_download_is_thrown_away(client, tmp_path):
+    """The second try fetches it again; the right bytes come."""
+    client.add("org/name", sharded())
+    client.fail("/cdn/*model-00002*", "garble", method="GET")
+    error = failure()
+    assert type(error) is SourceError
+    assert "other bytes than the hub announced" in str(error)
+    assert left(tmp_path) == []
+    client.mend()
+    assert set(open_checkpoint("org/name").tensors) == {"a", "b", "c"}

@@ -173,6 +173,7 @@ def test_each_file_once_for_each_cache(hub, homes):
     assert not hub.downloads()
 
 
+@pytest.mark.slow
 def test_a_branch_that_moves(hub):
     """Between the driver's look and the nodes' downloads: all nodes have the commit that the driver saw."""
     old = hub.add("org/moving", repository(1))
@@ -227,6 +228,7 @@ def test_a_download_that_fails_on_one_node(hub, how, kind, told):
         assert torch.equal(embed_of(group), values(3)["embed.weight"])
 
 
+@pytest.mark.slow
 def test_what_the_hub_doesnt_have(hub):
     """Said by the driver's one look, before anything is started on the nodes."""
     hub.add("org/there", repository(4))
@@ -244,6 +246,7 @@ def test_what_the_hub_doesnt_have(hub):
     assert not [path for path in hub.downloads() if path.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_a_token_goes_along(hub):
     """To each node, whose own client has none; no error shows it."""
     hub.add("org/secret", repository(5), gated=True, readers=(SECRET,))
@@ -270,6 +273,7 @@ def test_a_hub_that_is_unreachable(hub, monkeypatch):
     assert "node" in str(fails(SourceError, "org/goes").where)
 
 
+@pytest.mark.slow
 def test_ranks_wait_with_a_deadline(hub):
     """A hub that is silent for ever: the launch ends in time and names the node; then it works."""
     hub.add("org/silent", repository(7))
@@ -282,6 +286,7 @@ def test_ranks_wait_with_a_deadline(hub):
         assert torch.equal(embed_of(group), values(7)["embed.weight"])
 
 
+@pytest.mark.slow
 def test_an_open_checkpoint_stands_for_its_name(hub, homes, tmp_path):
     """What the driver opened itself: the nodes get repository, commit and what it was opened with."""
     commit = hub.add("org/open", repository(8), gated=True, readers=(SECRET,))
@@ -297,6 +302,7 @@ def test_an_open_checkpoint_stands_for_its_name(hub, homes, tmp_path):
     assert all((home / "hub" / "models--org--open").is_dir() for home in homes)
 
 
+@pytest.mark.slow
 def test_a_table_from_a_hub(hub, homes):
     """`share_table` takes a repository as well: one download for each node."""
     hub.add("org/table", repository(9))

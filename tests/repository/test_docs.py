@@ -16,8 +16,12 @@ RUN = ("python", "console")
 SHOWN = ("text", "mermaid")
 """Languages of blocks that are only looked at."""
 
-SLOW = {"docs/howto/serve.md", "docs/howto/launch-script.md"}
-"""Pages with code that takes longer than half a minute."""
+SLOW = {
+    "docs/quickstart.md",
+    *(f"docs/howto/{page}.md" for page in ("hub", "launch-script", "page-cache", "reload", "serve")),
+    *(f"docs/howto/{page}.md" for page in ("shared-tables", "sinks-and-experts")),
+}
+"""Pages with code that starts clusters; the README's own is always run."""
 
 HUB = "docs/howto/hub.md"
 """The page that is run against a hub on loopback, which has the demo's model."""

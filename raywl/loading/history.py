@@ -27,14 +27,10 @@ class _Loaded(NamedTuple):
 _LOADED: WeakKeyDictionary[nn.Module, _Loaded] = WeakKeyDictionary()
 
 
-def _homeless(report: LoadReport) -> frozenset[str]:
-    return frozenset(report.unexpected)
-
-
 def note_loaded(model: nn.Module, manifest: Manifest, report: LoadReport) -> None:
     """Notes what a model was loaded from."""
     dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-    _LOADED[model] = _Loaded(_homeless(report), dtypes)
+    _LOADED[model] = _Loaded(frozenset(report.unexpected), dtypes)
 
 
 def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadReport) -> None:
@@ -49,23 +45,20 @@ def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadRe
     """
     last = _LOADED.get(model, _Loaded(frozenset(), {}))
     root = manifest.path(manifest.source.only or "").rstrip("/")
-    more = sorted(_homeless(report) - last.homeless)
+    more = sorted(set(report.unexpected) - last.homeless)
     if more:
         raise MissingWeightsError(
             root, more, f"another architecture? {len(more)} tensors have no place in the live model"
         )
+    # What an unknown checkpoint had: numbers, for a model that holds nothing as narrow as codes.
+    only_numbers = all(parameter.dtype.itemsize > 1 for parameter in model.parameters())
     for name in report.loaded:
         now = manifest.tensors[name].dtype
-        before = last.dtypes.get(name, _numbers(now, model))
+        unknown = "numbers" if now in _CODES and only_numbers else now
+        before = last.dtypes.get(name, unknown)
         if now != before and (now in _CODES or before in _CODES):
             raise CheckpointError(
                 manifest.path(manifest.tensors[name].file),
                 name,
                 f"is {now}, but the live model was loaded from {before}: such values mean something else",
             )
-
-
-def _numbers(dtype: str, model: nn.Module) -> str:
-    """What an unknown checkpoint had: numbers, for a model that has none but numbers."""
-    kinds = {parameter.dtype.itemsize for parameter in model.parameters()}
-    return dtype if dtype not in _CODES or 1 in kinds else "numbers"

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from raywl.checkpoint import Manifest
+from raywl.checkpoint.manifest import root
 from raywl.errors import CheckpointError, MissingWeightsError
 from raywl.report import LoadReport
 
@@ -44,11 +45,11 @@ def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadRe
         CheckpointError: A tensor has turned from numbers into codes, or back.
     """
     last = _LOADED.get(model, _Loaded(frozenset(), {}))
-    root = manifest.path(manifest.source.only or "").rstrip("/")
+    where = root(manifest.source)
     more = sorted(set(report.unexpected) - last.homeless)
     if more:
         raise MissingWeightsError(
-            root, more, f"another architecture? {len(more)} tensors have no place in the live model"
+            where, more, f"another architecture? {len(more)} tensors have no place in the live model"
         )
     # What an unknown checkpoint had: numbers, for a model that holds nothing as narrow as codes.
     only_numbers = all(parameter.dtype.itemsize > 1 for parameter in model.parameters())

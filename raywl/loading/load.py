@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raywl.checkpoint.manifest import root
 from raywl.errors import MissingWeightsError, RaywlError, some_of
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
@@ -233,15 +234,14 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
 
 
 def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> None:
-    source = binding.checkpoint.source
-    root = source.path(source.only or "").rstrip("/") or report.ref
+    where = root(binding.checkpoint.source)
     if report.unexpected:
         text = (
             f"{len(report.unexpected)} tensors of {report.ref} have no place in the model: "
             f"{some_of(report.unexpected)}"
         )
         if strict == "exact":
-            raise MissingWeightsError(root, report.unexpected, "tensors that have no place in the model")
+            raise MissingWeightsError(where, report.unexpected, "tensors that have no place in the model")
         warnings.warn(text, stacklevel=4)
     if report.unused_shards and report.context.pp_size == 1:
         unused = some_of(report.unused_shards)
@@ -250,7 +250,7 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
         return
     if report.missing:
         raise MissingWeightsError(
-            root, report.missing, f"{len(report.missing)} parameters or buffers would stay unset"
+            where, report.missing, f"{len(report.missing)} parameters or buffers would stay unset"
         )
     # What had memory before keeps there what its owner put: padding, on purpose or not.
     holes = {
@@ -260,7 +260,7 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
     }
     if holes:
         told = list(holes.values())
-        raise MissingWeightsError(root, told, f"{len(holes)} parameters would be set only in part")
+        raise MissingWeightsError(where, told, f"{len(holes)} parameters would be set only in part")
     if report.partial:
         rows = [f"{name} ({why})" for name, why in report.partial.items()]
         warnings.warn(f"{len(rows)} parameters are set only in part: {some_of(rows)}", stacklevel=4)

@@ -15,6 +15,8 @@ _PREFIX = "group/"
 _MIN_LEASE_S, _MAX_LEASE_S = 10.0, 30.0
 _MIN_BEAT_S, _MAX_BEAT_S = 0.25, 10.0
 _DEFAULT_IDLE_S = 300.0
+_HOLDER_LOST_S = 60.0
+"""Silence after which a helper that holds something is taken for dead: a busy node skips beats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,16 @@ class GroupRegistry:
         """Whether the keeper of this registry should end as well.
 
         True when there has been no group for the idle time, and no helper has beaten for three beats
-        (those that live end first).
+        (those that live end first), or for a minute where it held something.
         """
         self.expire(now_s)
         if self._groups or now_s - self._empty_since < self._idle_s:
             return False
-        return all(now_s - last_s > 3 * self.beat_s for last_s in self._beats.values())
+        beats_s = 3 * self.beat_s
+        return all(
+            now_s - last_s > (max(beats_s, _HOLDER_LOST_S) if self._held.get(node) else beats_s)
+            for node, last_s in self._beats.items()
+        )
 
     @property
     def is_unused(self) -> bool:

@@ -233,6 +233,19 @@ def test_the_registry_ends_last():
     assert registry.is_over(4.0 + 3 * registry.beat_s + 0.1)
 
 
+def test_a_busy_helper_that_holds_something_keeps_the_registry():
+    """It may skip beats for a while; only a dead one is silent for a minute."""
+    registry = GroupRegistry(0.0)
+    registry.keep(group(idle_s=1.0), 0.0)
+    registry.drop("g", 0.5)
+    registry.beat("n1", 1.0, ("table",))
+    registry.beat("n2", 1.0)
+    assert not registry.is_over(1.0 + 60.0)
+    assert registry.is_over(1.0 + 60.1)
+    registry.beat("n1", 70.0)
+    assert registry.is_over(70.0 + 3 * registry.beat_s + 0.1)
+
+
 def test_agreement_is_the_identity_and_disagreement_names_nodes():
     """C100: a path may hold different things on different nodes."""
     registry = GroupRegistry(0.0)

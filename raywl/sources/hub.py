@@ -122,21 +122,21 @@ class HubPin:
         repo_id, revision = parse_hub_ref(ref, revision)
         options: dict[str, Any] = {
             "revision": revision,
-            "subfolder": _checked_subfolder(subfolder),
+            "subfolder": checked_subfolder(subfolder),
             "allow_patterns": (
                 (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
             ),
             "cache_dir": None if cache_dir is None else os.fsdecode(cache_dir),
             "timeout_s": timeout_s,
         }
-        if _is_offline(offline):
-            commit = _cached_commit(_repository_folder(options["cache_dir"], repo_id), repo_id, revision)
+        if is_offline(offline):
+            commit = cached_commit(repository_folder(options["cache_dir"], repo_id), repo_id, revision)
             return cls(repo_id, commit, offline=True, **options), None
         options |= {
             "endpoint": os.environ.get("HF_ENDPOINT") or None,
-            "token": _checked_token(token or _own_token(), repo_id),
+            "token": checked_token(token or own_token(), repo_id),
         }
-        commit, names = _look_up(cls(repo_id, revision, **options))
+        commit, names = look_up(cls(repo_id, revision, **options))
         return cls(repo_id, commit, **options), names
 
     def open(self, names: tuple[str, ...] | None = None) -> HubSource:
@@ -159,9 +159,9 @@ class HubPin:
         if self.offline:
             _check_cached(self)
         else:
-            fetched = _fetch(self, _look_up(self)[1] if names is None else names)
-        nbytes = sum(os.path.getsize(os.path.join(_snapshot(self), name)) for name in fetched)
-        folder = os.path.join(_snapshot(self), self.subfolder or "").rstrip("/")
+            fetched = _fetch(self, look_up(self)[1] if names is None else names)
+        nbytes = sum(os.path.getsize(os.path.join(snapshot_folder(self), name)) for name in fetched)
+        folder = os.path.join(snapshot_folder(self), self.subfolder or "").rstrip("/")
         return HubSource(str(self), folder, None, self.identity, self.repo_id, self.commit, nbytes)
 
 
@@ -175,7 +175,7 @@ class HubSource(LocalSource):
     """Bytes that were downloaded when it was opened; 0 where the cache had it all."""
 
 
-def _checked_subfolder(subfolder: str | None) -> str | None:
+def checked_subfolder(subfolder: str | None) -> str | None:
     if not subfolder:
         return None
     normal = posixpath.normpath(subfolder)
@@ -184,7 +184,7 @@ def _checked_subfolder(subfolder: str | None) -> str | None:
     return None if normal == "." else normal
 
 
-def _is_offline(offline: bool | None) -> bool:
+def is_offline(offline: bool | None) -> bool:
     if offline is not None:
         return offline
     from huggingface_hub import constants
@@ -194,7 +194,7 @@ def _is_offline(offline: bool | None) -> bool:
     return said.upper() in ("1", "ON", "YES", "TRUE") or bool(constants.HF_HUB_OFFLINE)
 
 
-def _own_token() -> str | None:
+def own_token() -> str | None:
     """The token that the client would use by itself: on a cluster, the driver's goes to all nodes."""
     import huggingface_hub
     from huggingface_hub import constants
@@ -202,7 +202,7 @@ def _own_token() -> str | None:
     return None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else huggingface_hub.get_token()
 
 
-def _checked_token(token: str | None, repo_id: str) -> str | None:
+def checked_token(token: str | None, repo_id: str) -> str | None:
     """A token as a header can hold it: read from a file it often ends in a line break."""
     if token is None:
         return None
@@ -215,15 +215,15 @@ def _checked_token(token: str | None, repo_id: str) -> str | None:
     return token or None
 
 
-def _repository_folder(cache_dir: str | None, repo_id: str) -> str:
+def repository_folder(cache_dir: str | None, repo_id: str) -> str:
     from huggingface_hub import constants
 
     cache = os.path.realpath(os.path.expanduser(cache_dir or constants.HF_HUB_CACHE))
     return os.path.join(cache, "models--" + repo_id.replace("/", "--"))
 
 
-def _snapshot(pin: HubPin) -> str:
-    return os.path.join(_repository_folder(pin.cache_dir, pin.repo_id), "snapshots", pin.commit)
+def snapshot_folder(pin: HubPin) -> str:
+    return os.path.join(repository_folder(pin.cache_dir, pin.repo_id), "snapshots", pin.commit)
 
 
 def _in_repository(pin: HubPin, name: str) -> str:
@@ -231,8 +231,8 @@ def _in_repository(pin: HubPin, name: str) -> str:
     return f"{pin.subfolder}/{name}" if pin.subfolder else name
 
 
-def _have(pin: HubPin, name: str) -> bool:
-    return os.path.isfile(os.path.join(_snapshot(pin), _in_repository(pin, name)))
+def have(pin: HubPin, name: str) -> bool:
+    return os.path.isfile(os.path.join(snapshot_folder(pin), _in_repository(pin, name)))
 
 
 def _endpoint(pin: HubPin) -> str:
@@ -242,7 +242,7 @@ def _endpoint(pin: HubPin) -> str:
 
 
 @contextmanager
-def _translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
+def translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
     """Errors of the client as raywl's; without their cause, which could show what was sent."""
     try:
         yield
@@ -252,7 +252,7 @@ def _translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
             repo_id=pin.repo_id,
             revision=pin.revision,
             endpoint=_endpoint(pin),
-            secrets=[pin.token, _own_token()],
+            secrets=[pin.token, own_token()],
             file=file,
         )
         if said is None:
@@ -260,13 +260,13 @@ def _translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
         raise said from None
 
 
-def _look_up(pin: HubPin) -> tuple[str, tuple[str, ...]]:
+def look_up(pin: HubPin) -> tuple[str, tuple[str, ...]]:
     """Asks the hub for a revision's commit and files; one request."""
     import huggingface_hub
     from huggingface_hub import constants
 
     api = huggingface_hub.HfApi(endpoint=_endpoint(pin), token=pin.token)
-    with _translated(pin):
+    with translated(pin):
         info = api.model_info(pin.repo_id, revision=pin.commit, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
     if not info.sha or not _COMMIT.fullmatch(info.sha):
         raise SourceError(
@@ -290,23 +290,34 @@ def _fetch(pin: HubPin, listing: tuple[str, ...]) -> list[str]:
             f"the repository has no folder {pin.subfolder!r}",
             endpoint=_endpoint(pin),
         )
-    has_index = INDEX_NAME not in names or _have(pin, INDEX_NAME)
+    has_index = INDEX_NAME not in names or have(pin, INDEX_NAME)
     if has_index and not _absent(pin, names):
-        _note_revision(pin)
+        note_revision(pin)
         return []
+    with download_lock(pin):
+        index = [INDEX_NAME] if INDEX_NAME in names and not have(pin, INDEX_NAME) else []
+        download(pin, index)
+        absent = _absent(pin, names)
+        download(pin, absent)
+        note_revision(pin)
+        return [_in_repository(pin, name) for name in (*index, *absent)]
+
+
+@contextmanager
+def download_lock(pin: HubPin) -> Iterator[None]:
+    """Held while a repository's files are downloaded into a cache.
+
+    Raises:
+        LockError: Another process held it for all of `timeout_s`, or there can be none.
+    """
     # Here, since it imports filelock, which opening a local folder needn't wait for.
     from raywl.locks import acquire_within, get_lock
 
-    locks = os.path.join(os.path.dirname(_repository_folder(pin.cache_dir, pin.repo_id)), ".locks", "raywl")
+    locks = os.path.join(os.path.dirname(repository_folder(pin.cache_dir, pin.repo_id)), ".locks", "raywl")
     # Not the bare name, which could also be a folder of the directory that the process happens to run in.
     lock = get_lock(f"hf://{pin.repo_id}", locks)
     with acquire_within(lock, pin.timeout_s, f"download of {pin.repo_id}@{pin.revision}"):
-        index = [INDEX_NAME] if INDEX_NAME in names and not _have(pin, INDEX_NAME) else []
-        _download(pin, index)
-        absent = _absent(pin, names)
-        _download(pin, absent)
-        _note_revision(pin)
-        return [_in_repository(pin, name) for name in (*index, *absent)]
+        yield
 
 
 def _absent(pin: HubPin, names: list[str]) -> list[str]:
@@ -321,7 +332,7 @@ def _absent(pin: HubPin, names: list[str]) -> list[str]:
         others = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
         reason = f"no safetensors file here{_matching(pin)}; other weights: {some_of(others) or 'none'}"
         raise CheckpointError(f"{pin.repo_id}@{pin.revision}", None, reason)
-    return [name for name in [*companions(names), *weights] if not _have(pin, name)]
+    return [name for name in [*companions(names), *weights] if not have(pin, name)]
 
 
 def _matching(pin: HubPin) -> str:
@@ -331,7 +342,7 @@ def _matching(pin: HubPin) -> str:
 def _weights(pin: HubPin, names: list[str]) -> list[str]:
     if INDEX_NAME not in names:
         return weight_files(names, None, pin.allow_patterns)
-    with open(os.path.join(_snapshot(pin), _in_repository(pin, INDEX_NAME)), "rb") as file:
+    with open(os.path.join(snapshot_folder(pin), _in_repository(pin, INDEX_NAME)), "rb") as file:
         indexed = indexed_files(file.read())
     # With a damaged index nothing more is fetched: reading the checkpoint says what is wrong with it.
     return [] if indexed is None else weight_files(names, indexed, pin.allow_patterns)
@@ -341,7 +352,7 @@ class _Stopped(Exception):
     """Another file failed."""
 
 
-def _download(pin: HubPin, names: list[str]) -> None:
+def download(pin: HubPin, names: list[str]) -> None:
     """Fetches files at once; the first that fails stops the others."""
     if not names:
         return
@@ -362,12 +373,12 @@ def _download_one(pin: HubPin, name: str, bar: type) -> None:
     from huggingface_hub import constants
 
     path = _in_repository(pin, name)
-    with _translated(pin, path):
+    with translated(pin, path):
         link = huggingface_hub.hf_hub_download(
             pin.repo_id,
             path,
             revision=pin.commit,
-            cache_dir=os.path.dirname(_repository_folder(pin.cache_dir, pin.repo_id)),
+            cache_dir=os.path.dirname(repository_folder(pin.cache_dir, pin.repo_id)),
             endpoint=_endpoint(pin),
             token=pin.token,
             etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
@@ -411,13 +422,13 @@ def _stoppable_bar(stop: threading.Event) -> type:
     return Bar
 
 
-def _note_revision(pin: HubPin) -> None:
+def note_revision(pin: HubPin) -> None:
     """Notes in the cache where a branch or tag is at, as the client does, so that it is found offline."""
     if pin.revision == pin.commit:
         return
     from raywl.locks import atomic_writer
 
-    refs = os.path.join(_repository_folder(pin.cache_dir, pin.repo_id), "refs")
+    refs = os.path.join(repository_folder(pin.cache_dir, pin.repo_id), "refs")
     path = os.path.normpath(os.path.join(refs, pin.revision))
     # The cache may be read-only, and works without the note.
     with contextlib.suppress(OSError):
@@ -435,7 +446,7 @@ def _read_note(path: str) -> str | None:
         return None
 
 
-def _cached_commit(folder: str, repo_id: str, revision: str) -> str:
+def cached_commit(folder: str, repo_id: str, revision: str) -> str:
     """The commit that the cache has for a revision."""
     refs = os.path.join(folder, "refs")
     path = os.path.normpath(os.path.join(refs, revision))
@@ -459,16 +470,16 @@ def _not_cached(folder: str, repo_id: str, revision: str) -> OfflineError:
 
 def _check_cached(pin: HubPin) -> None:
     """Whether the cache has all weights of a commit. Without the network, the index says which those are."""
-    ref, snapshot = f"{pin.repo_id}@{pin.revision}", _snapshot(pin)
+    ref, snapshot = f"{pin.repo_id}@{pin.revision}", snapshot_folder(pin)
     if not os.path.isdir(snapshot):
-        raise _not_cached(_repository_folder(pin.cache_dir, pin.repo_id), pin.repo_id, pin.revision)
-    listing = _listing_in_cache(pin)
+        raise _not_cached(repository_folder(pin.cache_dir, pin.repo_id), pin.repo_id, pin.revision)
+    listing = listing_in_cache(pin)
     names = folder_names(listing, pin.subfolder)
-    if INDEX_NAME in names and not _have(pin, INDEX_NAME):
+    if INDEX_NAME in names and not have(pin, INDEX_NAME):
         wanted = [INDEX_NAME]
     else:
         wanted = _weights(pin, names)
-    missing = [_in_repository(pin, name) for name in wanted if not _have(pin, name)]
+    missing = [_in_repository(pin, name) for name in wanted if not have(pin, name)]
     if missing:
         raise MissingFileError(
             ref,
@@ -485,13 +496,13 @@ def _check_cached(pin: HubPin) -> None:
         )
 
 
-def _listing_in_cache(pin: HubPin) -> list[str]:
+def listing_in_cache(pin: HubPin) -> list[str]:
     """The commit's files as far as the cache knows them: by the client's own record, and what is there."""
     import huggingface_hub
     from huggingface_hub import errors
 
     names = set()
-    snapshot = _snapshot(pin)
+    snapshot = snapshot_folder(pin)
     for folder, _, files in os.walk(snapshot):
         inside = os.path.relpath(folder, snapshot)
         names |= {os.path.normpath(os.path.join(inside, file)) for file in files}

@@ -7,20 +7,37 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["NETWORK_FILE_SYSTEMS", "Mount", "fs_type", "is_network", "read_mountinfo"]
+__all__ = [
+    "LOCAL_FILE_SYSTEMS",
+    "MOUNTS_PATH",
+    "NETWORK_FILE_SYSTEMS",
+    "Mount",
+    "fs_type",
+    "is_local",
+    "is_network",
+    "read_mountinfo",
+]
+
+MOUNTS_PATH = "/proc/mounts"
+"""The kernel's table of mounts, as this process sees them."""
 
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "virtiofs", "fuse.*", "ceph", "gpfs", "beegfs", "9p")
 """Those that are slow to read in small pieces; `*` stands for any ending."""
 
+LOCAL_FILE_SYSTEMS = tuple(
+    "bcachefs btrfs erofs ext2 ext3 ext4 f2fs overlay ramfs squashfs tmpfs xfs zfs".split()
+)
+"""Those whose files may be mapped: a page of theirs is there when it is touched, or the disk is broken."""
+
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-def fs_type(files: Sequence[str], mounts_path: str = "/proc/mounts") -> str:
+def fs_type(files: Sequence[str], mounts_path: str | None = None) -> str:
     """Type of the file system that the first file lies on, links resolved.
 
     Args:
         files: Paths; the others are taken to lie beside the first.
-        mounts_path: The table of mounts.
+        mounts_path: The table of mounts; by default `MOUNTS_PATH`.
 
     Returns:
         The type of the mount with the longest path that contains the file, of equal ones the last (it
@@ -31,7 +48,9 @@ def fs_type(files: Sequence[str], mounts_path: str = "/proc/mounts") -> str:
     path = os.path.realpath(files[0])
     best, best_length = "", -1
     try:
-        with open(mounts_path, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        with open(
+            mounts_path or MOUNTS_PATH, encoding="utf-8", errors="surrogateescape", newline="\n"
+        ) as lines:
             for line in lines:
                 # Blanks in paths are escaped; other white space is not.
                 fields = line.rstrip("\n").split(" ")
@@ -52,6 +71,11 @@ def is_network(fs_type: str) -> bool:
         fs_type.startswith(name[:-1]) if name.endswith("*") else fs_type == name
         for name in NETWORK_FILE_SYSTEMS
     )
+
+
+def is_local(fs_type: str) -> bool:
+    """Whether a type of file system is one of `LOCAL_FILE_SYSTEMS`; an unknown one isn't."""
+    return fs_type in LOCAL_FILE_SYSTEMS
 
 
 @dataclass(frozen=True, slots=True)

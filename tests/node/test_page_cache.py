@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 
+from raywl.node import page_cache
 from raywl.node.mounts import fs_type
 from raywl.node.page_cache import (
     drop,
@@ -15,6 +16,7 @@ from raywl.node.page_cache import (
     release_checkpoint_page_cache,
     resident_bytes,
     resident_fraction,
+    resident_in,
 )
 
 NUM_BYTES = (1 << 20) + 100
@@ -44,6 +46,23 @@ def read(path, num_bytes=-1):
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     with open(fd, "rb", buffering=0) as file:
         file.read(num_bytes)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_what_of_a_range_is_resident(file, old_kernel, monkeypatch):
+    """The same with and without `cachestat`, which kernels before 6.5 lack."""
+    if old_kernel:
+        monkeypatch.setattr(page_cache, "_CACHESTAT", 1 << 20)
+    page = mmap.PAGESIZE
+    read(file, 10 * page)
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        assert resident_in(fd, file, 0, 4 * page) == 4 * page
+        assert resident_in(fd, file, 8 * page, 20 * page) == 2 * page
+        assert resident_in(fd, file, 8 * page + 5, 8 * page + 100) == 95
+        assert resident_in(fd, file, 20 * page, NUM_BYTES) == 0
+    finally:
+        os.close(fd)
 
 
 def test_what_is_resident(file):

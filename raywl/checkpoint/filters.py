@@ -19,6 +19,7 @@ from raywl.checkpoint.index import check_present, choose_files, parse_index
 from raywl.checkpoint.manifest import FileEntry, read_one
 from raywl.errors import MissingFileError, some_of
 from raywl.sources.local import LocalSource
+from raywl.sources.selection import TRAINING_FILES
 
 __all__ = [
     "filter_duplicate_safetensors_files",
@@ -30,7 +31,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_TRAINING_FILES = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _HEADER_THREADS = 8
 
 
@@ -100,9 +100,9 @@ def filter_files_not_needed_for_inference(hf_weights_files: Iterable[str]) -> li
         `scaler.pt`, in the order given.
     """
     files = list(hf_weights_files)
-    if dropped := [file for file in files if file.endswith(_TRAINING_FILES)]:
+    if dropped := [file for file in files if file.endswith(TRAINING_FILES)]:
         _log.info("left out, as they hold no weights but a trainer's state: %s", some_of(dropped))
-    return [file for file in files if not file.endswith(_TRAINING_FILES)]
+    return [file for file in files if not file.endswith(TRAINING_FILES)]
 
 
 def filter_safetensors_files_by_weight_name(

@@ -6,11 +6,11 @@ import hashlib
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from raywl.checkpoint.strict_json import parse_json
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
+from raywl.sources.selection import missing_numbered_files, numbered_set
 
 __all__ = [
     "INDEX_NAME",
@@ -26,9 +26,7 @@ __all__ = [
 
 INDEX_NAME = "model.safetensors.index.json"
 
-_MAX_LISTED = 1000
 _DIGITS = re.compile(r"(\d+)")
-_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.safetensors$")
 
 
 class Index(NamedTuple):
@@ -104,34 +102,6 @@ def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> lis
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     others = [name for name in files if not name.startswith("consolidated")]
     return sorted(others or files, key=lambda name: (natural_sort_key(name), name))
-
-
-def numbered_set(name: str) -> tuple[str, str] | None:
-    """Stem and total of a numbered file's name: the same for all files of a set."""
-    found = _NUMBERED.match(name)
-    return (found["stem"], found["total"]) if found else None
-
-
-def missing_numbered_files(files: Sequence[str]) -> tuple[int, list[str]]:
-    """What numbered sets (`model-00001-of-00003.safetensors`) among `files` lack.
-
-    Returns:
-        How many files are missing, and the names of the first ones, since a name can claim any number.
-    """
-    present: dict[tuple[str, str, int], set[int]] = {}
-    for found in filter(None, map(_NUMBERED.match, files)):
-        key = found["stem"], found["total"], len(found["number"])
-        present.setdefault(key, set()).add(int(found["number"]))
-    num_missing, names = 0, []
-    for (stem, total, width), numbers in sorted(present.items()):
-        first = 0 if 0 in numbers else 1
-        wanted = range(first, int(total) + first)
-        num_missing += len(wanted) - sum(number in wanted for number in numbers)
-        absent = (number for number in wanted if number not in numbers)
-        names += [
-            f"{stem}-{number:0{width}d}-of-{total}.safetensors" for number in islice(absent, _MAX_LISTED)
-        ]
-    return num_missing, names
 
 
 def check_present(folder: str, wanted: Sequence[str], present: Iterable[str]) -> None:

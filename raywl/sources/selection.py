@@ -5,12 +5,30 @@ from __future__ import annotations
 import fnmatch
 import json
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
-__all__ = ["INDEX_NAME", "companions", "folder_names", "indexed_files", "weight_files"]
+__all__ = [
+    "INDEX_NAME",
+    "TRAINING_FILES",
+    "companions",
+    "folder_names",
+    "indexed_files",
+    "missing_numbered_files",
+    "numbered_set",
+    "weight_files",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 
+TRAINING_FILES = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""What the names of files end in that trainers write beside the weights."""
+
+_MAX_LISTED = 1000
+_NUMBERED = re.compile(
+    r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.(?P<suffix>safetensors|bin|pt|pth)$"
+)
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "tokenizer.*")
 _NEVER = (".safetensors", ".bin", ".pt", ".pth", ".py")
 
@@ -69,3 +87,29 @@ def companions(names: Iterable[str]) -> list[str]:
         and not name.endswith(_NEVER)
         and any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS)
     )
+
+
+def numbered_set(name: str) -> tuple[str, str, str] | None:
+    """Stem, total and suffix of a numbered file's name: the same for all files of a set."""
+    found = _NUMBERED.match(name)
+    return (found["stem"], found["total"], found["suffix"]) if found else None
+
+
+def missing_numbered_files(files: Sequence[str]) -> tuple[int, list[str]]:
+    """What numbered sets (`model-00001-of-00003.safetensors`) among `files` lack.
+
+    Returns:
+        How many files are missing, and the names of the first ones, since a name can claim any number.
+    """
+    present: dict[tuple[str, str, int, str], set[int]] = {}
+    for found in filter(None, map(_NUMBERED.match, files)):
+        key = found["stem"], found["total"], len(found["number"]), found["suffix"]
+        present.setdefault(key, set()).add(int(found["number"]))
+    num_missing, names = 0, []
+    for (stem, total, width, suffix), numbers in sorted(present.items()):
+        first = 0 if 0 in numbers else 1
+        wanted = range(first, int(total) + first)
+        num_missing += len(wanted) - sum(number in wanted for number in numbers)
+        absent = (number for number in wanted if number not in numbers)
+        names += [f"{stem}-{number:0{width}d}-of-{total}.{suffix}" for number in islice(absent, _MAX_LISTED)]
+    return num_missing, names

@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format, by their names in a file's header.
+"""The dtypes of the safetensors format, by their names in a file's header, and those only torch's files have.
 
 Source: the `Dtype` list of the safetensors format, version 0.8. Widths are in bits, since F4 and F6
 elements are narrower than a byte.
@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BITS", "TORCH_NAMES", "nbytes_of", "torch_dtype", "torch_shape"]
+__all__ = [
+    "DTYPE_BITS",
+    "TORCH_NAMES",
+    "TORCH_ONLY",
+    "dtype_of",
+    "nbytes_of",
+    "torch_dtype",
+    "torch_name",
+    "torch_shape",
+]
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -62,23 +71,48 @@ TORCH_NAMES: dict[str, str] = {
     "I64": "int64",
     "U64": "uint64",
 }
-"""The dtypes that torch has a type for, with that type's name."""
+"""The dtypes of the format that torch has a type for, with that type's name."""
+
+TORCH_ONLY: dict[str, tuple[str, int]] = {
+    "BITS8": ("bits8", 8),
+    "BITS16": ("bits16", 16),
+    "BITS1X8": ("bits1x8", 8),
+    "BITS2X4": ("bits2x4", 8),
+    "BITS4X2": ("bits4x2", 8),
+    "C32": ("complex32", 32),
+    "C128": ("complex128", 128),
+}
+"""What `torch.save` writes and safetensors has no name for: torch's name, and the width in bits."""
+
+_BITS = {**DTYPE_BITS, **{name: bits for name, (_, bits) in TORCH_ONLY.items()}}
+_NAMES = {**TORCH_NAMES, **{name: of_torch for name, (of_torch, _) in TORCH_ONLY.items()}}
+_OF_TORCH = {of_torch: name for name, of_torch in _NAMES.items()}
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Bytes that a tensor takes, or `None` where its bits don't fill whole bytes."""
-    bits = DTYPE_BITS[dtype] * math.prod(shape)
+    bits = _BITS[dtype] * math.prod(shape)
     return None if bits % 8 else bits // 8
 
 
+def torch_name(dtype: str) -> str:
+    """torch's name for the dtype of an entry."""
+    return _NAMES[dtype]
+
+
+def dtype_of(torch_name: str) -> str | None:
+    """An entry's name for a dtype of torch; `None` where no entry can have it."""
+    return _OF_TORCH.get(torch_name)
+
+
 def torch_dtype(dtype: str) -> torch.dtype:
-    """torch's dtype for a header's dtype name."""
+    """torch's dtype for the dtype of an entry."""
     import torch
 
-    found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    found: torch.dtype = getattr(torch, torch_name(dtype))
     return found
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that torch gives such a tensor: F4 packs two elements of the last dim into one."""
-    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
+    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" and shape else shape

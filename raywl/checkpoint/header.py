@@ -16,22 +16,34 @@ from raywl.checkpoint.dtypes import DTYPE_BITS, TORCH_NAMES, nbytes_of
 from raywl.checkpoint.strict_json import parse_json
 from raywl.errors import CheckpointError, CorruptFileError, some_of
 
-__all__ = ["MAX_HEADER_BYTES", "FileHeader", "TensorEntry", "read_header"]
+__all__ = [
+    "LFS_POINTER",
+    "MAX_DIMS",
+    "MAX_HEADER_BYTES",
+    "FileHeader",
+    "Record",
+    "TensorEntry",
+    "read_header",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that the format allows."""
 
+MAX_DIMS = 64
+"""The most dims that torch works on."""
+
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that stands for another one in a git repository."""
+
 _FIRST_READ_BYTES = 256 << 10
-_MAX_DIMS = 64
 _MAX_SIZE = (1 << 63) - 1
-_LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorEntry(NamedTuple):
     """Where one tensor lies."""
 
     dtype: str
-    """The format's name, for example `BF16`."""
+    """The format's name, for example `BF16`; for what only torch's files have, one of `TORCH_ONLY`."""
     shape: tuple[int, ...]
     """Logical shape, as the header gives it."""
     file: str
@@ -40,22 +52,43 @@ class TensorEntry(NamedTuple):
     """First byte in the file."""
     end: int
     """One past its last byte in the file."""
+    strides: tuple[int, ...] | None = None
+    """Bytes between neighbours along each dim of torch's shape, for a view that isn't row after row in
+    `[start, end)`: turned, with gaps, or with elements that repeat. `None` for all others."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.end - self.start
+        """Bytes of data, each element's counted."""
+        if self.strides is None:
+            return self.end - self.start
+        return nbytes_of(self.dtype, self.shape) or 0
+
+
+class Record(NamedTuple):
+    """One part of a file that has a checksum of its own."""
+
+    name: str
+    start: int
+    end: int
+    crc32: int
 
 
 class FileHeader(NamedTuple):
     """What the header of one file says."""
 
     tensors: dict[str, TensorEntry]
+    """In the file's own order."""
     metadata: dict[str, str]
     data_start: int
-    """First byte of the data, counted from the file's start."""
+    """First byte of the data, counted from the file's start; 0 where data and header take turns."""
     digest: str
     """SHA-256 of the header's bytes, in hex."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where those bytes are."""
+    records: tuple[Record, ...] = ()
+    """Parts of the data that have checksums."""
+    notes: tuple[str, ...] = ()
+    """What of the file is no weight and left out, in sentences that start with the file's name."""
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file: str) -> FileHeader:
@@ -76,7 +109,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file
     first = read(0, min(size, _FIRST_READ_BYTES))
     if len(first) < 8:
         raise CorruptFileError(path, None, f"only {len(first)} bytes could be read, file size is {size}")
-    if first.startswith(_LFS_POINTER):
+    if first.startswith(LFS_POINTER):
         raise CorruptFileError(path, None, "a git-lfs pointer, not the file itself (`git lfs pull` gets it)")
     (length,) = struct.unpack("<Q", first[:8])
     if length > MAX_HEADER_BYTES:
@@ -96,7 +129,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file
     if len(raw) != length:
         raise CorruptFileError(path, None, f"header has {length} bytes, only {len(raw)} could be read")
     tensors, metadata = _check(_parse(raw, path), 8 + length, size, path, file)
-    return FileHeader(tensors, metadata, 8 + length, hashlib.sha256(raw).hexdigest())
+    digest = hashlib.sha256(raw).hexdigest()
+    return FileHeader(tensors, metadata, 8 + length, digest, ((8, 8 + length),))
 
 
 def _parse(raw: bytes, path: str) -> dict[str, Any]:
@@ -147,8 +181,8 @@ def _entry(name: str, info: Any, data_start: int, path: str, file: str) -> Tenso
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CorruptFileError(path, name, f"dtype {dtype!r:.100} is not one of the format's")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(_is_size, shape)):
-        raise CorruptFileError(path, name, f"shape {shape!r:.200} is not a list of at most {_MAX_DIMS} sizes")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
+        raise CorruptFileError(path, name, f"shape {shape!r:.200} is not a list of at most {MAX_DIMS} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise CorruptFileError(path, name, f"data_offsets {offsets!r:.200} are not two byte offsets")
     start, end = offsets

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raywl.checkpoint import TensorEntry
-from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
+from raywl.checkpoint.dtypes import torch_dtype, torch_name, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
 from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError, some_of
 from raywl.loading.hf import ConversionRules, FusedPart, offsets_of_parts
@@ -323,7 +323,7 @@ class Binding:
         strides = tuple(stride * local.itemsize for stride in local.stride())
         if _numel(torch_shape(entry.dtype, entry.shape)) == 1:
             strides = (0,) * len(box)
-        dtype, wanted = TORCH_NAMES[entry.dtype], dtype_name(local.dtype)
+        dtype, wanted = torch_name(entry.dtype), dtype_name(local.dtype)
         if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
             wanted = dtype  # the same bits under another name
         start = self._fused_starts.get(name, ())
@@ -485,8 +485,8 @@ def _check_dtype(
     checkpoint: Checkpoint, name: str, entry: TensorEntry, param: str, wanted: torch.dtype
 ) -> None:
     """Refuses conversions that lose the meaning of a value: floats into integers, complex into real."""
-    has: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-    both_bytes = TORCH_NAMES[entry.dtype] in _BYTE_CODED and dtype_name(wanted) in _BYTE_CODED
+    has = torch_dtype(entry.dtype)
+    both_bytes = torch_name(entry.dtype) in _BYTE_CODED and dtype_name(wanted) in _BYTE_CODED
     if both_bytes or has == wanted:
         return
     if not torch.can_cast(has, wanted) or not can_convert(has, wanted):

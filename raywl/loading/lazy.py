@@ -166,8 +166,12 @@ def lazy_weight(name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader
     """
     dtype, shape = torch_dtype(entry.dtype), torch_shape(entry.dtype, entry.shape)
     if entry.nbytes and mapping is not None:
-        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
-        base = raw.view(dtype).view(shape)
+        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start)
+        flat = raw.view(dtype)
+        if entry.strides is None:
+            base = flat.view(shape)
+        else:
+            base = flat.as_strided(shape, [stride // flat.itemsize for stride in entry.strides])
     else:
         base = torch.empty(shape, dtype=dtype)
     return _wrap(base, LazySource(name, entry, base, reader))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 __all__ = ["Copy", "contiguous_strides", "itemsize_of", "may_overlap", "normalise", "span_of", "split"]
 
 _WIDE = {"complex64": 8, "complex128": 16, "float64": 8, "int64": 8, "uint64": 8}
-_WIDE |= {"float32": 4, "int32": 4, "uint32": 4}
-_WIDE |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}
+_WIDE |= {"complex32": 4, "float32": 4, "int32": 4, "uint32": 4}
+_WIDE |= {"bfloat16": 2, "bits16": 2, "float16": 2, "int16": 2, "uint16": 2}
 
 
 def itemsize_of(dtype: str) -> int:

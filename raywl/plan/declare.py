@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raywl.checkpoint import Manifest
-from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
+from raywl.checkpoint.dtypes import torch_name, torch_shape
 from raywl.plan.copies import contiguous_strides, itemsize_of
 from raywl.plan.plan import LoadPlan, TargetInfo
 from raywl.plan.shards import copy_of_box, local_box
@@ -68,7 +68,7 @@ def declare_plan(
     copies, targets = [], {}
     for name in wanted:
         entry = manifest.entry(name)
-        dtype = TORCH_NAMES[entry.dtype]
+        dtype = torch_name(entry.dtype)
         full = torch_shape(entry.dtype, entry.shape)
         box = local_box(name, full, specs.of(name), context.tp_rank, context.tp_size)
         shape = tuple(end - start for start, end in box)

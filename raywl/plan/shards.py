@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
+from raywl.checkpoint.dtypes import torch_name, torch_shape
 from raywl.checkpoint.header import TensorEntry
 from raywl.errors import ShapeMismatchError
 from raywl.plan.copies import Copy, contiguous_strides, itemsize_of
@@ -54,8 +54,10 @@ def copy_of_box(
         dst_strides: The parameter's strides in bytes.
         dst_dtype: torch's name of the parameter's dtype.
     """
-    src_dtype = TORCH_NAMES[entry.dtype]
-    strides = contiguous_strides(torch_shape(entry.dtype, entry.shape), itemsize_of(src_dtype))
+    src_dtype = torch_name(entry.dtype)
+    strides = entry.strides
+    if strides is None:
+        strides = contiguous_strides(torch_shape(entry.dtype, entry.shape), itemsize_of(src_dtype))
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     return Copy(
         tensor=name,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from raywl.checkpoint import Manifest
-from raywl.checkpoint.dtypes import TORCH_NAMES, torch_dtype, torch_shape
+from raywl.checkpoint.dtypes import torch_dtype, torch_name, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
 from raywl.plan import copy_of_box
 from raywl.plan.copies import contiguous_strides, itemsize_of
@@ -63,7 +63,7 @@ def _read(
 def _reads_of(manifest: Manifest, name: str) -> list[Read]:
     """The reads of one whole tensor into memory of its own."""
     entry = manifest.tensors[name]
-    shape, dtype = torch_shape(entry.dtype, entry.shape), TORCH_NAMES[entry.dtype]
+    shape, dtype = torch_shape(entry.dtype, entry.shape), torch_name(entry.dtype)
     if not entry.nbytes:
         return []
     box = tuple((0, size) for size in shape)

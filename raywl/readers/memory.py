@@ -12,7 +12,7 @@ from raywl.plan.pending import merge_runs, runs_of
 
 __all__ = ["ByteView", "bytes_of", "can_convert", "dtype_name", "int_dtype", "strided"]
 
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,7 +27,7 @@ def bytes_of(raw: torch.Tensor) -> memoryview:
 
 
 def int_dtype(itemsize: int) -> torch.dtype:
-    """An integer dtype of a width, to move elements whose own dtype has no copy kernel."""
+    """A dtype of a width, to move elements whose own dtype has no copy kernel; bits stay as they are."""
     return _INTS[itemsize]
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from raywl.checkpoint import TensorEntry
-from raywl.checkpoint.dtypes import TORCH_NAMES, torch_shape
+from raywl.checkpoint.dtypes import TORCH_NAMES, TORCH_ONLY, torch_name, torch_shape
 from raywl.errors import CapacityError, CheckpointError
 from raywl.plan.copies import itemsize_of
 
@@ -36,11 +36,19 @@ class TableLayout:
         """The layout of a checkpoint's tensor.
 
         Raises:
-            CheckpointError: A 0-d tensor has no rows; or torch can't hold what it is of.
+            CheckpointError: A 0-d tensor has no rows; torch can't hold what it is of; or its rows don't lie
+                one after the other in the file.
             ValueError: Fewer than one row to a chunk.
         """
+        if entry.dtype in TORCH_ONLY:
+            raise CheckpointError(None, name, f"is {torch_name(entry.dtype)}, which tables don't have")
         if entry.dtype not in TORCH_NAMES:
             raise CheckpointError(None, name, f"is {entry.dtype}, which torch has no dtype for")
+        if entry.strides is not None:
+            reason = (
+                "is a view whose rows aren't one after the other in its file; `raywl convert` writes them so"
+            )
+            raise CheckpointError(None, name, reason)
         layout = cls.of(name, TORCH_NAMES[entry.dtype], torch_shape(entry.dtype, entry.shape), rows_per_chunk)
         if layout.nbytes != entry.nbytes:
             reason = f"has rows of {entry.shape[-1]} {entry.dtype} elements, which don't fill whole bytes"

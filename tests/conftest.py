@@ -1,4 +1,4 @@
-"""What all tests stand on: no network, a Ray of this run's own, and nothing left running at the end."""
+"""What all tests stand on: no network, a Ray of each process's own, and nothing left running at the end."""
 
 from __future__ import annotations
 
@@ -43,17 +43,30 @@ def _of_this_run() -> list[psutil.Process]:
     return found
 
 
+_left: list[str] = []
+"""What the worker processes of this run left running."""
+
+
+def pytest_testnodedown(node, error) -> None:
+    """A worker has ended (pytest-xdist)."""
+    _left.extend(getattr(node, "workeroutput", {}).get("left_running", ()))
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """No process of this run may outlive it: ranks, agents or a Ray that a test forgot."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
     # What Ray ends takes a moment to go.
     _, alive = psutil.wait_procs(_of_this_run(), timeout=_LEAVE_S)
-    alive = [process for process in alive if process.is_running()]
     for process in alive:
         with contextlib.suppress(psutil.Error):
-            print(f"\nleft running: {process.pid} {process.cmdline()}", file=sys.stderr)
-            process.kill()
-    if alive and exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if process.is_running():
+                _left.append(f"{process.pid} {process.cmdline()}")
+                process.kill()
     shutil.rmtree(_OWN, ignore_errors=True)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_running"] = _left
+    elif _left:
+        print("\nleft running:", *_left, sep="\n", file=sys.stderr)
+        if exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED

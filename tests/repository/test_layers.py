@@ -9,7 +9,7 @@ import pytest
 from tests.repository.imports import imports, modules
 
 LAYERS = [
-    {"_version", "errors", "strategies", "types", "text"},
+    {"_version", "errors", "strategies", "timeline", "types", "text"},
     {"locks", "node", "progress"},
     {"sources"},
     {"checkpoint", "parameters"},
@@ -17,6 +17,7 @@ LAYERS = [
     {"loaders", "report"},
     {"plan"},
     {"readers", "tables"},
+    {"iterators"},
     {"opening", "verifying"},
     {"loading"},
     {"weight_utils"},

@@ -1,0 +1,1 @@
+"""Weight iterators: `(name, tensor)` out of lists of files, in one order, whichever library reads them."""

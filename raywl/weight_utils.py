@@ -56,6 +56,11 @@ from raywl.remap.moe_names import (
     maybe_remap_moe_expert_param_name,
     remap_moe_expert_weights,
 )
+from raywl.sources.snapshots import (
+    download_safetensors_index_file_from_hf,
+    download_weights_from_hf,
+    enable_xet_high_performance,
+)
 
 __all__ = [
     "ExpertLoader",
@@ -74,6 +79,9 @@ __all__ = [
     "compute_local_expert_ids",
     "default_weight_loader",
     "determine_expert_map",
+    "download_safetensors_index_file_from_hf",
+    "download_weights_from_hf",
+    "enable_xet_high_performance",
     "filter_duplicate_safetensors_files",
     "filter_files_not_needed_for_inference",
     "filter_mm_encoder_only_safetensors_files",

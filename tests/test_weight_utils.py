@@ -11,6 +11,9 @@ EMPTY = inspect.Parameter.empty
 CONTRACT = """
 atomic_writer(filepath, mode="w", encoding=None)
 get_lock(model_name_or_path, cache_dir=None)
+enable_xet_high_performance()
+download_weights_from_hf(model_name_or_path, cache_dir, allow_patterns, revision=None, subfolder=None, ignore_patterns=None)
+download_safetensors_index_file_from_hf(model_name_or_path, index_file, cache_dir, subfolder=None, revision=None)
 
 _natural_sort_key(path)
 filter_duplicate_safetensors_files(hf_weights_files, hf_folder, index_file)

@@ -226,13 +226,13 @@ def snapshot_folder(pin: HubPin) -> str:
     return os.path.join(repository_folder(pin.cache_dir, pin.repo_id), "snapshots", pin.commit)
 
 
-def _in_repository(pin: HubPin, name: str) -> str:
+def in_repository(pin: HubPin, name: str) -> str:
     """Path inside the repository of a file of the pin's folder."""
     return f"{pin.subfolder}/{name}" if pin.subfolder else name
 
 
 def have(pin: HubPin, name: str) -> bool:
-    return os.path.isfile(os.path.join(snapshot_folder(pin), _in_repository(pin, name)))
+    return os.path.isfile(os.path.join(snapshot_folder(pin), in_repository(pin, name)))
 
 
 def _endpoint(pin: HubPin) -> str:
@@ -300,7 +300,7 @@ def _fetch(pin: HubPin, listing: tuple[str, ...]) -> list[str]:
         absent = _absent(pin, names)
         download(pin, absent)
         note_revision(pin)
-        return [_in_repository(pin, name) for name in (*index, *absent)]
+        return [in_repository(pin, name) for name in (*index, *absent)]
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def _matching(pin: HubPin) -> str:
 def _weights(pin: HubPin, names: list[str]) -> list[str]:
     if INDEX_NAME not in names:
         return weight_files(names, None, pin.allow_patterns)
-    with open(os.path.join(snapshot_folder(pin), _in_repository(pin, INDEX_NAME)), "rb") as file:
+    with open(os.path.join(snapshot_folder(pin), in_repository(pin, INDEX_NAME)), "rb") as file:
         indexed = indexed_files(file.read())
     # With a damaged index nothing more is fetched: reading the checkpoint says what is wrong with it.
     return [] if indexed is None else weight_files(names, indexed, pin.allow_patterns)
@@ -372,7 +372,7 @@ def _download_one(pin: HubPin, name: str, bar: type) -> None:
     import huggingface_hub
     from huggingface_hub import constants
 
-    path = _in_repository(pin, name)
+    path = in_repository(pin, name)
     with translated(pin, path):
         link = huggingface_hub.hf_hub_download(
             pin.repo_id,
@@ -479,7 +479,7 @@ def _check_cached(pin: HubPin) -> None:
         wanted = [INDEX_NAME]
     else:
         wanted = _weights(pin, names)
-    missing = [_in_repository(pin, name) for name in wanted if not have(pin, name)]
+    missing = [in_repository(pin, name) for name in wanted if not have(pin, name)]
     if missing:
         raise MissingFileError(
             ref,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ class CoordinatorLink(Protocol):
 
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
+
+    def alive_node_ids(self) -> set[str]:
+        """The cluster's nodes; raises where it can't be asked."""
 
 
 class LoadCoordinator:
@@ -66,6 +70,7 @@ class LoadCoordinator:
     def retire_idle(self) -> tuple[tuple[str, ...], bool]:
         """Called by a driver that ends the helpers: ids of nodes whose agents it is to end, and whether
         this coordinator is unused as well."""
+        self._see_nodes()
         with self._lock:
             return self._registry.retire_idle(time.monotonic()), self._registry.is_unused
 
@@ -77,9 +82,16 @@ class LoadCoordinator:
     def _watch(self) -> None:
         pause = threading.Event()
         while True:
+            self._see_nodes()
             with self._lock:
                 over, beat_s = self._registry.is_over(time.monotonic()), self._registry.beat_s
             if over:
                 self._link.end_this_actor()
                 return
             pause.wait(beat_s)
+
+    def _see_nodes(self) -> None:
+        with contextlib.suppress(Exception):
+            alive = self._link.alive_node_ids()
+            with self._lock:
+                self._registry.see_nodes(alive)

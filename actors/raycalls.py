@@ -98,6 +98,10 @@ class Link:
         """Ends the calling actor; Ray doesn't start it again."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
+    def alive_node_ids(self) -> set[str]:
+        """The cluster's nodes."""
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
     def count_fetched(self, nbytes: int) -> None:
         """Counts bytes that the calling agent has downloaded."""
         metrics.count_fetched("hub", nbytes)

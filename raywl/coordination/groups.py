@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,14 +158,17 @@ class GroupRegistry:
         retire = not needed and idle_for_s >= self._idle_s
         return Beat(needed, retire, self.beat_s, tuple(self._groups))
 
+    def see_nodes(self, alive: Collection[str]) -> None:
+        """Which nodes the cluster has now: what others held is gone."""
+        for node in [node for node in self._beats if node not in alive]:
+            self._forget_node(node)
+
     def retire_idle(self, now_s: float) -> tuple[str, ...]:
         """Nodes whose helpers nothing needs: they are to end now and are forgotten here."""
         self.expire(now_s)
         idle = tuple(node for node in self._beats if not self._needed(node))
         for node in idle:
-            self._beats.pop(node)
-            self._held.pop(node, None)
-            self._idle_since.pop(node, None)
+            self._forget_node(node)
         return idle
 
     def is_over(self, now_s: float) -> bool:
@@ -235,6 +238,11 @@ class GroupRegistry:
     def _forget(self, name: str) -> None:
         self._groups.pop(name, None)
         self._identities.pop(name, None)
+
+    def _forget_node(self, node: str) -> None:
+        self._beats.pop(node, None)
+        self._held.pop(node, None)
+        self._idle_since.pop(node, None)
 
     def _note_idle(self, now_s: float) -> None:
         if not self._groups:

@@ -246,6 +246,21 @@ def test_a_busy_helper_that_holds_something_keeps_the_registry():
     assert registry.is_over(70.0 + 3 * registry.beat_s + 0.1)
 
 
+def test_what_a_dead_node_held_keeps_nobody():
+    """The cluster tells that it is gone."""
+    registry = GroupRegistry(0.0)
+    registry.keep(group(idle_s=1.0), 0.0)
+    registry.drop("g", 0.0)
+    registry.beat("n1", 1.0, ("table",))
+    registry.beat("n2", 1.0)
+    assert registry.retire_idle(1.0) == ("n2",)
+    registry.beat("n2", 1.1)
+    registry.see_nodes({"n2", "n3"})
+    assert list(registry.status(1.1)["nodes"]) == ["n2"]
+    assert registry.retire_idle(1.2) == ("n2",)
+    assert registry.is_unused
+
+
 def test_agreement_is_the_identity_and_disagreement_names_nodes():
     """C100: a path may hold different things on different nodes."""
     registry = GroupRegistry(0.0)

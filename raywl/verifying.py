@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import re
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raywl.checkpoint import FileEntry, Manifest
-from raywl.checkpoint.header import FileHeader
-from raywl.checkpoint.index import INDEX_NAME, Index, numbered_set
-from raywl.checkpoint.manifest import IndexFacts, check_numbered, choose, merge, read_index, read_one
+from raywl.checkpoint.header import FileHeader, Record, TensorEntry
+from raywl.checkpoint.index import Index, numbered_set
+from raywl.checkpoint.manifest import (
+    IndexFacts,
+    check_numbered,
+    choose,
+    find_index,
+    format_at,
+    merge,
+    notes_of,
+    read_one,
+)
 from raywl.errors import CheckpointError, MissingFileError, RaywlError, some_of
 from raywl.sources import Source
+from raywl.sources.selection import FORMATS, SAFETENSORS, WeightFormat, is_leftover
 
 __all__ = ["VerifyReport", "notes_on", "problems_of", "verify", "verify_source"]
 
 _BLOCK_BYTES = 8 << 20
 _HEADER_THREADS = 8
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
-_OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
-_LEFTOVERS = (
-    "optimizer*.bin",
-    "optimizer*.pt",
-    "*optim_states.pt",
-    "random_states_*.pkl",
-    "rng_state*.pth",
-    "scaler*.pt",
-    "scheduler*.bin",
-    "scheduler*.pt",
-    "trainer_state.json",
-    "training_args.bin",
-)
+_OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 
 
 @dataclass(slots=True)
@@ -82,8 +80,8 @@ def verify_source(
     found = _survey(source, patterns)
     report = VerifyReport(found.problems, found.notes, found.files_checked, deep=deep)
     if deep:
-        for name in found.headers:
-            _verify_bytes(source.path(name), name, found.sizes[name], report)
+        for name, header in found.headers.items():
+            _verify_bytes(source.path(name), name, found.sizes[name], header.records, report)
     return report
 
 
@@ -108,19 +106,22 @@ def verify(manifest: Manifest, *, deep: bool) -> VerifyReport:
                 f"{manifest.path(file.name)}: header changed since it was opened: {changes}"
             )
         elif deep:
-            _verify_bytes(manifest.path(file.name), file.name, file.size, report)
+            _verify_bytes(manifest.path(file.name), file.name, file.size, header.records, report)
     return report
 
 
 def notes_on(manifest: Manifest) -> list[str]:
     """What is worth knowing about a checkpoint that could be opened: index disagreements, files left out."""
+    indexed = manifest.tensors.keys() - set(manifest.unindexed)
     return _notes(
         [] if manifest.source.only is not None else manifest.source.list(),
         [file.name for file in manifest.files],
+        next(format for format in FORMATS if format.name == manifest.format),
         manifest.index,
         manifest.allow_patterns,
         manifest.unindexed,
-        manifest.nbytes - sum(manifest.tensors[name].nbytes for name in manifest.unindexed),
+        [manifest.tensors[name] for name in indexed],
+        manifest.notes,
     )
 
 
@@ -137,6 +138,7 @@ class _Survey:
 
     names: list[str]
     """The weight files that count, present or not."""
+    format: WeightFormat = SAFETENSORS
     index: Index | None = None
     index_read: bool = True
     """Whether the index could be read, or isn't there."""
@@ -151,15 +153,15 @@ class _Survey:
 
 def _survey(source: Source, patterns: tuple[str, ...]) -> _Survey:
     listed = source.list()
-    found = _Survey([])
+    found = _Survey([], format_at(source, listed, patterns))
     try:
-        found.index = read_index(source, listed)
+        found.format, found.index = find_index(source, listed, found.format)
     except RaywlError as error:
         found.index_read = False
         found.problems += problems_of(error)
     weight_map: dict[str, str] | None = None
     try:
-        found.names, weight_map = choose(source, listed, found.index, patterns)
+        found.names, weight_map = choose(source, listed, found.index, patterns, found.format)
     except CheckpointError as error:
         # Where the index is damaged, the weights may well be elsewhere.
         found.problems += [str(error)] if found.index_read else []
@@ -175,13 +177,17 @@ def _survey(source: Source, patterns: tuple[str, ...]) -> _Survey:
     found.problems += [str(error) for error in contradictions if found.index_read]
     all_whole = len(found.headers) == len(found.names) and found.index_read and not contradictions
     indexed = tensors.keys() - set(unindexed)
+    listed = listed if source.only is None else []
+    index = found.index
     found.notes = _notes(
-        listed if source.only is None else [],
+        listed,
         found.names,
-        found.index and IndexFacts(found.index.sha256, len(found.index.weight_map), found.index.total_size),
+        found.format,
+        index and IndexFacts(index.sha256, len(index.weight_map), index.total_size, index.name),
         patterns,
         unindexed,
-        sum(tensors[name].nbytes for name in indexed) if all_whole else None,
+        [tensors[name] for name in indexed] if all_whole else None,
+        notes_of(listed, list(found.headers.values()), found.format),
     )
     return found
 
@@ -202,7 +208,7 @@ def _find_files(source: Source, found: _Survey) -> None:
 def _read_headers(source: Source, found: _Survey) -> None:
     def read(name: str) -> FileHeader | RaywlError:
         try:
-            return read_one(source, FileEntry(name, found.sizes[name]))
+            return read_one(source, FileEntry(name, found.sizes[name]), found.format)
         except RaywlError as error:
             return error
 
@@ -220,10 +226,11 @@ def _index_changes(manifest: Manifest, found: _Survey) -> Iterable[str]:
     if not found.index_read:
         return
     before, now = {file.name for file in manifest.files}, set(found.names)
-    was = manifest.index and manifest.index.sha256
-    if was != (found.index and found.index.sha256):
-        what = "added" if was is None else "removed" if found.index is None else "changed"
-        yield f"{manifest.path(INDEX_NAME)}: {what} since the checkpoint was opened"
+    was, now_index = manifest.index, found.index
+    if (was and was.sha256) != (now_index and now_index.sha256):
+        what = "added" if was is None else "removed" if now_index is None else "changed"
+        name = now_index.name if now_index else was.name if was else found.format.index_name
+        yield f"{manifest.path(name)}: {what} since the checkpoint was opened"
     for name in found.names:
         if name not in before:
             yield f"{manifest.path(name)}: belongs to the checkpoint, but didn't when it was opened"
@@ -249,66 +256,113 @@ def _header_changes(manifest: Manifest, file: FileEntry, header: FileHeader) -> 
 def _notes(
     listed: Collection[str],
     names: Collection[str],
+    format: WeightFormat,
     index: IndexFacts | None,
     patterns: Collection[str],
     unindexed: Sequence[str],
-    nbytes: int | None,
+    indexed: Sequence[TensorEntry] | None,
+    said: Sequence[str],
 ) -> list[str]:
     """The notes on a checkpoint.
 
     Args:
         listed: Its folder's files; none for a single file.
         names: Those that hold its weights.
+        format: What these are.
         index: Its index.
         patterns: What the files were chosen by. What wasn't asked for needs no note.
         unindexed: Tensors that the index doesn't name.
-        nbytes: Bytes of the tensors that it names; `None` where that isn't known.
+        indexed: Entries of those that it names; `None` where that isn't known.
+        said: What reading the files had to say.
     """
-    notes = []
+    notes = list(said)
+    nbytes = None if indexed is None else _nbytes_of(indexed)
     if index is not None and not index.num_tensors:
-        notes.append(f"{INDEX_NAME} has an empty weight_map: taken as no index")
-    elif index is not None and not patterns and nbytes is not None and index.total_size not in (None, nbytes):
+        notes.append(f"{index.name} has an empty weight_map: taken as no index")
+    elif index is not None and not patterns and nbytes and index.total_size not in (None, *nbytes):
         notes.append(
-            f"{INDEX_NAME} gives a total_size of {index.total_size} bytes, but its tensors have {nbytes}"
+            f"{index.name} gives a total_size of {index.total_size} bytes, but its tensors have {nbytes[0]}"
         )
     if unindexed:
         notes.append(
             f"{len(unindexed)} tensors are in the files but not in the index: {some_of(list(unindexed))}"
         )
     if not patterns:
-        notes += _left_out(listed, set(names))
+        notes += _left_out(listed, set(names), format)
     return notes
 
 
-def _left_out(listed: Collection[str], used: set[str]) -> Iterable[str]:
+def _nbytes_of(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
+    """Bytes of all tensors; and of those in places of their own, as some writers count shared ones once."""
+    places = {(entry.file, entry.start, entry.end): entry.nbytes for entry in entries}
+    return sum(entry.nbytes for entry in entries), sum(places.values())
+
+
+def _left_out(listed: Collection[str], used: set[str], format: WeightFormat) -> Iterable[str]:
     rest = [name for name in listed if name not in used]
     sets = set(filter(None, map(numbered_set, used)))
-    unused = [name for name in rest if name.endswith(".safetensors")]
+    leftovers = [name for name in rest if is_leftover(name)]
+    unused = [name for name in rest if name.endswith(format.suffixes) and name not in leftovers]
     siblings = [name for name in unused if numbered_set(name) in sets]
     others = [name for name in unused if numbered_set(name) not in sets]
-    leftovers = [name for name in rest if any(fnmatch.fnmatchcase(name, p) for p in _LEFTOVERS)]
-    formats = [name for name in rest if name.endswith(_OTHER_FORMATS) and name not in leftovers]
+    formats = [name for name in rest if name.endswith(_OTHER_FORMATS) and name not in leftovers + unused]
+    if format is not SAFETENSORS:
+        # These were said where the others were chosen.
+        leftovers = [name for name in leftovers if not name.endswith(format.suffixes)]
     if siblings:
         yield f"{len(siblings)} files of the same numbered set are not in the index: {some_of(siblings)}"
     if others:
-        yield f"{len(others)} safetensors files of the folder are not used: {some_of(others)}"
+        kind = " and ".join(f"*{suffix}" for suffix in format.suffixes)
+        kind = "safetensors" if format is SAFETENSORS else kind
+        yield f"{len(others)} {kind} files of the folder are not used: {some_of(others)}"
     if formats:
         yield f"{len(formats)} files of other formats are left out: {some_of(formats)}"
     if leftovers:
         yield f"{len(leftovers)} files that a trainer left are not used: {some_of(leftovers)}"
 
 
-def _verify_bytes(path: str, name: str, size: int, report: VerifyReport) -> None:
-    digest, done = hashlib.sha256(), 0
+class _Checksums:
+    """Checksums of a file's records, taken while its bytes pass by in order."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = sorted(records, key=lambda record: record.start)
+        self._at, self._crc = 0, 0
+        self.wrong: list[str] = []
+        """Names of the records that aren't what their checksums say."""
+
+    def update(self, block: bytes, first: int) -> None:
+        """Takes the bytes from byte `first` of the file on."""
+        view = memoryview(block)
+        while self._at < len(self._records):
+            record = self._records[self._at]
+            if record.start >= first + len(block):
+                return
+            part = view[max(record.start - first, 0) : record.end - first]
+            self._crc = zlib.crc32(part, self._crc)
+            if record.end > first + len(block):
+                return
+            if self._crc != record.crc32:
+                self.wrong.append(record.name)
+            self._at, self._crc = self._at + 1, 0
+
+
+def _verify_bytes(path: str, name: str, size: int, records: Sequence[Record], report: VerifyReport) -> None:
+    digest, done, checksums = hashlib.sha256(), 0, _Checksums(records)
     try:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
+                checksums.update(block, done)
                 done += len(block)
     except OSError as error:
         report.problems.append(f"{path}: can't be read at byte {done}: {error.strerror}")
         return
     report.bytes_checked += done
+    if checksums.wrong:
+        report.problems.append(
+            f"{path}: {len(checksums.wrong)} of {len(records)} records are damaged, as their checksums tell: "
+            f"{some_of(checksums.wrong)}"
+        )
     report.sha256[name] = digest.hexdigest()
     if done != size:
         report.problems.append(f"{path}: expected {size} bytes, read {done}")

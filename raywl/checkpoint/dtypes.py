@@ -19,6 +19,7 @@ __all__ = [
     "dtype_of",
     "nbytes_of",
     "torch_dtype",
+    "torch_itemsize",
     "torch_name",
     "torch_shape",
 ]
@@ -111,6 +112,11 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, torch_name(dtype))
     return found
+
+
+def torch_itemsize(dtype: str) -> int:
+    """Bytes of one element as torch counts them, for the dtype of an entry; F4 elements go in pairs."""
+    return max(_BITS[dtype] // 8, 1)
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 from raywl.checkpoint.strict_json import parse_json
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
-from raywl.sources.selection import missing_numbered_files, numbered_set
+from raywl.sources.selection import (
+    INDEX_NAME,
+    SAFETENSORS,
+    WeightFormat,
+    missing_numbered_files,
+    numbered_set,
+    own_files,
+)
 
 __all__ = [
     "INDEX_NAME",
@@ -24,8 +31,6 @@ __all__ = [
     "parse_index",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
-
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -38,6 +43,8 @@ class Index(NamedTuple):
     """Bytes of all tensors, as its writer counted them."""
     sha256: str
     """Of the index file's bytes, in hex."""
+    name: str = INDEX_NAME
+    """Of the index file."""
 
 
 def natural_sort_key(path: str) -> tuple[tuple[int, int | str], ...]:
@@ -80,6 +87,7 @@ def parse_index(raw: bytes, path: str) -> Index:
         {name: normal[file] for name, file in weight_map.items()},
         _total_size(index.get("metadata")),
         hashlib.sha256(raw).hexdigest(),
+        posixpath.basename(path),
     )
 
 
@@ -91,17 +99,15 @@ def _total_size(metadata: Any) -> int | None:
     return size if type(size) is int else None
 
 
-def choose_files(names: Iterable[str], weight_map: dict[str, str] | None) -> list[str]:
+def choose_files(
+    names: Iterable[str], weight_map: dict[str, str] | None, format: WeightFormat = SAFETENSORS
+) -> list[str]:
     """The weight files of a folder, in natural order.
 
-    An index with entries decides alone. Without one, the folder's own `*.safetensors`; copies in
-    another naming (`consolidated*`) are left out where there are others.
+    An index with entries decides alone. Without one, the folder's own of the format.
     """
-    if weight_map:
-        return sorted(set(weight_map.values()), key=lambda name: (natural_sort_key(name), name))
-    files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
-    others = [name for name in files if not name.startswith("consolidated")]
-    return sorted(others or files, key=lambda name: (natural_sort_key(name), name))
+    files = set(weight_map.values()) if weight_map else own_files(names, format)
+    return sorted(files, key=lambda name: (natural_sort_key(name), name))
 
 
 def check_present(folder: str, wanted: Sequence[str], present: Iterable[str]) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 
 from raywl.checkpoint.header import FileHeader, TensorEntry, read_header
 from raywl.checkpoint.index import (
-    INDEX_NAME,
     Index,
     check_present,
     choose_files,
@@ -24,11 +23,13 @@ from raywl.checkpoint.index import (
 )
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, some_of
 from raywl.sources import Source
+from raywl.sources.selection import SAFETENSORS, TORCH, WeightFormat, format_of, is_leftover, own_files
 
 __all__ = ["FileEntry", "Manifest"]
 
 _MAX_INDEX_BYTES = 1 << 30
 _HEADER_THREADS = 8
+_UNREADABLE = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 
 class FileEntry(NamedTuple):
@@ -39,9 +40,11 @@ class FileEntry(NamedTuple):
     size: int
     """Bytes, header included."""
     data_start: int = 0
-    """First byte of the data, after the header."""
+    """First byte of the data, after the header; 0 where data and header take turns."""
     header_sha256: str = ""
     """Of the header's bytes: tells whether it is still the same file when it is read later."""
+    header_spans: tuple[tuple[int, int], ...] = ()
+    """Where those bytes are."""
     stamp: str | None = None
     """Its state on the node where it was opened: tells there whether anybody has written to it since."""
 
@@ -55,6 +58,8 @@ class IndexFacts(NamedTuple):
     """How many tensors it names. An index that names none counts as none."""
     total_size: int | None
     """Bytes of all tensors, as its writer counted them."""
+    name: str
+    """Of the index file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +77,14 @@ class Manifest:
     """The files' `__metadata__`; of a key that several files give, the first file's value."""
     unindexed: tuple[str, ...] = ()
     """Tensors that are in a file of the index, but that the index doesn't name."""
-    format: str = "safetensors"
+    format: str = SAFETENSORS.name
+    """`safetensors`, or `torch` for the files of `torch.save`."""
     index: IndexFacts | None = None
     """Of the folder's index; `None` where there is none."""
     allow_patterns: tuple[str, ...] = ()
     """What its files were chosen by; empty for all."""
+    notes: tuple[str, ...] = ()
+    """What of its files, or beside them, is no weight and left out: a sentence each."""
 
     @classmethod
     def read(cls, source: Source, allow_patterns: str | Sequence[str] | None = None) -> Self:
@@ -89,17 +97,20 @@ class Manifest:
         """
         patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
         listed = source.list()
-        index = read_index(source, listed)
-        names, weight_map = choose(source, listed, index, patterns)
+        format = format_at(source, listed, patterns)
+        format, index = find_index(source, listed, format)
+        names, weight_map = choose(source, listed, index, patterns, format)
         sizes = {name: source.size(name) for name in names}
         check_present(root(source), names, [name for name, size in sizes.items() if size is not None])
         if not weight_map and not patterns and source.only is None:
             check_numbered(source, names)
         files = tuple(FileEntry(name, sizes[name] or 0, stamp=source.stamp(name)) for name in names)
         with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
-            headers = list(pool.map(partial(read_one, source), files))
+            headers = list(pool.map(partial(read_one, source, format=format), files))
         files = tuple(
-            file._replace(data_start=header.data_start, header_sha256=header.digest)
+            file._replace(
+                data_start=header.data_start, header_sha256=header.digest, header_spans=header.spans
+            )
             for file, header in zip(files, headers, strict=True)
         )
         tensors, unindexed, problems = merge(source, dict(zip(names, headers, strict=True)), weight_map)
@@ -115,8 +126,10 @@ class Manifest:
             identity=source.identity or _digest(index and index.sha256, files, headers),
             metadata=MappingProxyType(metadata),
             unindexed=unindexed,
-            index=index and IndexFacts(index.sha256, len(index.weight_map), index.total_size),
+            format=format.name,
+            index=index and IndexFacts(index.sha256, len(index.weight_map), index.total_size, index.name),
             allow_patterns=patterns,
+            notes=notes_of(listed if source.only is None else [], headers, format),
         )
 
     @property
@@ -179,20 +192,47 @@ def root(source: Source) -> str:
 
 
 def _why_empty(listed: Sequence[str], patterns: Sequence[str]) -> str:
-    weights = [name for name in listed if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    weights = [name for format in (SAFETENSORS, TORCH) for name in own_files(listed, format)]
     if patterns:
         return f"no weight file matches {list(patterns)} (there are: {some_of(weights) or 'none'})"
-    if weights:
-        return f"no safetensors weights here; other formats can't be read: {some_of(weights)}"
-    return f"no weights here: none of its {_files(len(listed))} is a safetensors file"
+    others = [name for name in listed if name.endswith(_UNREADABLE)]
+    left = [name for name in listed if is_leftover(name)]
+    reason = f"no weights here: none of its {_files(len(listed))} is a safetensors file or one of torch.save"
+    reason += f"; other formats can't be read: {some_of(others)}" if others else ""
+    return reason + (f"; a trainer's state is no weights: {some_of(left)}" if left else "")
 
 
 def _files(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
 
 
+def format_at(source: Source, listed: Sequence[str], patterns: Sequence[str]) -> WeightFormat:
+    """The format of a source's weights, going by the names of its files."""
+    if source.only is None:
+        return format_of(listed, patterns)
+    if source.only.endswith(SAFETENSORS.suffixes):
+        return SAFETENSORS
+    if source.only.endswith(TORCH.suffixes):
+        return TORCH
+    # A name that says nothing: a blob of a hub's cache, or a trainer's `last.ckpt`.
+    return TORCH if source.read(source.only, 0, 4).startswith((b"PK\3\4", b"\x80")) else SAFETENSORS
+
+
+def notes_of(listed: Sequence[str], headers: Sequence[FileHeader], format: WeightFormat) -> tuple[str, ...]:
+    """What is left out, as no weights: a trainer's files, and entries of the weight files."""
+    left = [
+        name for name in listed if format is TORCH and name.endswith(format.suffixes) and is_leftover(name)
+    ]
+    beside = [f"left out, as a trainer's state and no weights: {some_of(left)}"] if left else []
+    return (*beside, *(note for header in headers for note in header.notes))
+
+
 def choose(
-    source: Source, listed: Sequence[str], index: Index | None, patterns: Sequence[str]
+    source: Source,
+    listed: Sequence[str],
+    index: Index | None,
+    patterns: Sequence[str],
+    format: WeightFormat = SAFETENSORS,
 ) -> tuple[list[str], dict[str, str] | None]:
     """The weight files that count, and what the index says about them.
 
@@ -200,7 +240,7 @@ def choose(
         CheckpointError: There are none.
     """
     weight_map = index and index.weight_map
-    names = choose_files(listed, weight_map)
+    names = [source.only] if source.only is not None else choose_files(listed, weight_map, format)
     if patterns:
         names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
         chosen = set(names)
@@ -218,28 +258,50 @@ def check_numbered(source: Source, names: list[str]) -> None:
         raise MissingFileError(root(source), missing, lacking)
 
 
-def read_index(source: Source, listed: Sequence[str]) -> Index | None:
+def find_index(
+    source: Source, listed: Sequence[str], format: WeightFormat
+) -> tuple[WeightFormat, Index | None]:
+    """The index that counts, if there is one, and the format of its files.
+
+    Raises:
+        As `read_index`.
+    """
+    index = read_index(source, listed, format)
+    if format is SAFETENSORS and index is not None and not index.weight_map:
+        # An index that names nothing counts as none.
+        others = own_files(listed, TORCH) or TORCH.index_name in listed
+        if others and not own_files(listed, SAFETENSORS):
+            return TORCH, read_index(source, listed, TORCH)
+    return format, index
+
+
+def read_index(source: Source, listed: Sequence[str], format: WeightFormat = SAFETENSORS) -> Index | None:
     """A folder's index, if it has one.
 
     Raises:
         MissingFileError: It is listed, but leads nowhere.
         CorruptFileError, CheckpointError: As `parse_index`.
     """
-    if source.only is not None or INDEX_NAME not in listed:
+    name = format.index_name
+    if source.only is not None or name not in listed:
         return None
-    size = source.size(INDEX_NAME)
+    size = source.size(name)
     if size is None:
-        raise MissingFileError(root(source), [INDEX_NAME], "it leads to no file (incomplete download?)")
+        raise MissingFileError(root(source), [name], "it leads to no file (incomplete download?)")
     if size > _MAX_INDEX_BYTES:
-        raise CorruptFileError(source.path(INDEX_NAME), None, f"index of {size} bytes is too large")
-    return parse_index(source.read(INDEX_NAME, 0, size), source.path(INDEX_NAME))
+        raise CorruptFileError(source.path(name), None, f"index of {size} bytes is too large")
+    return parse_index(source.read(name, 0, size), source.path(name))
 
 
-def read_one(source: Source, file: FileEntry) -> FileHeader:
+def read_one(source: Source, file: FileEntry, format: WeightFormat = SAFETENSORS) -> FileHeader:
     """One file's header."""
-    return read_header(
-        partial(source.read, file.name), file.size, path=source.path(file.name), file=file.name
-    )
+    read, path = partial(source.read, file.name), source.path(file.name)
+    if format is SAFETENSORS:
+        return read_header(read, file.size, path=path, file=file.name)
+    # Here, since the parsers of pickles and archives take a while to import.
+    from raywl.checkpoint.torch_files import read_torch_header
+
+    return read_torch_header(read, file.size, path=path, file=file.name)
 
 
 def merge(

@@ -8,22 +8,63 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 __all__ = [
+    "FORMATS",
     "INDEX_NAME",
+    "INDEX_NAMES",
+    "SAFETENSORS",
+    "TORCH",
     "TRAINING_FILES",
+    "WEIGHT_SUFFIXES",
+    "WeightFormat",
     "companions",
     "folder_names",
+    "format_of",
+    "index_name",
     "indexed_files",
+    "is_leftover",
     "missing_numbered_files",
     "numbered_set",
+    "own_files",
     "weight_files",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
+
+class WeightFormat(NamedTuple):
+    """One kind of files that weights come in."""
+
+    name: str
+    index_name: str
+    """The file that tells which tensors are in which file."""
+    suffixes: tuple[str, ...]
+    """What its files' names end in; where files of several are there, those of the first."""
+
+
+SAFETENSORS = WeightFormat("safetensors", "model.safetensors.index.json", (".safetensors",))
+TORCH = WeightFormat("torch", "pytorch_model.bin.index.json", (".bin", ".pt", ".pth"))
+FORMATS = (SAFETENSORS, TORCH)
+"""Where a folder has both, the first counts."""
+
+INDEX_NAME = SAFETENSORS.index_name
+INDEX_NAMES = tuple(format.index_name for format in FORMATS)
+WEIGHT_SUFFIXES = tuple(suffix for format in FORMATS for suffix in format.suffixes)
 
 TRAINING_FILES = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """What the names of files end in that trainers write beside the weights."""
+
+_LEFTOVERS = (
+    "optimizer*.bin",
+    "optimizer*.pt",
+    "*optim_states.pt",
+    "random_states_*.pkl",
+    "rng_state*.pth",
+    "scaler*.pt",
+    "scheduler*.bin",
+    "scheduler*.pt",
+    "trainer_state.json",
+)
 
 _MAX_LISTED = 1000
 _NUMBERED = re.compile(
@@ -65,17 +106,61 @@ def weight_files(
         allow_patterns: Only files that match one of these; all when empty.
 
     Returns:
-        Exactly the index's files, else the folder's own safetensors files, without copies in another naming
-        (`consolidated*`) where there are others.
+        Exactly the index's files, else the folder's own of the format that counts.
     """
-    if indexed:
-        chosen = sorted(indexed)
-    else:
-        found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-        chosen = [name for name in found if not name.startswith("consolidated")] or found
-    if allow_patterns:
-        chosen = [name for name in chosen if any(fnmatch.fnmatchcase(name, p) for p in allow_patterns)]
-    return chosen
+    chosen = sorted(indexed) if indexed else own_files(names, format_of(names, allow_patterns))
+    return [name for name in chosen if _is_allowed(name, allow_patterns)]
+
+
+def _is_allowed(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def format_of(names: Collection[str], allow_patterns: Sequence[str] = ()) -> WeightFormat:
+    """The format of a folder's weights.
+
+    Args:
+        names: What the folder holds.
+        allow_patterns: Patterns that only files of the other format match make that one count.
+
+    Returns:
+        The first one that there are files or an index of; the first of all where there are none.
+    """
+    found = []
+    for format in FORMATS:
+        has_files = any(_is_allowed(name, allow_patterns) for name in own_files(names, format))
+        if has_files or (format.index_name in names and not allow_patterns):
+            return format
+        # The index may name files of sub-folders, which the patterns may be for.
+        found += [format] * (format.index_name in names)
+    return (*found, FORMATS[0])[0]
+
+
+def index_name(names: Collection[str], allow_patterns: Sequence[str] = ()) -> str | None:
+    """The index that says which files hold the weights, if the folder has one."""
+    name = format_of(names, allow_patterns).index_name
+    return name if name in names else None
+
+
+def own_files(names: Iterable[str], format: WeightFormat) -> list[str]:
+    """A folder's weight files of one format, where no index says which they are.
+
+    Copies in another naming (`consolidated*.safetensors`), other things (`tokenizer.bin`) beside
+    `pytorch_model*.bin`, and what a trainer left are no weights.
+    """
+    found = sorted(name for name in names if name.endswith(format.suffixes) and "/" not in name)
+    if format is SAFETENSORS:
+        return [name for name in found if not name.startswith("consolidated")] or found
+    found = [name for name in found if not is_leftover(name)]
+    for suffix in format.suffixes:
+        if of_suffix := [name for name in found if name.endswith(suffix)]:
+            return [name for name in of_suffix if name.startswith("pytorch_model")] or of_suffix
+    return []
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file is a trainer's state, going by its name."""
+    return name.endswith(TRAINING_FILES) or any(fnmatch.fnmatchcase(name, p) for p in _LEFTOVERS)
 
 
 def companions(names: Iterable[str]) -> list[str]:

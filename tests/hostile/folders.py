@@ -195,7 +195,15 @@ FOLDERS: tuple[HostileFolder, ...] = (
     ),
     HostileFolder("nothing", {}, ("no weights here", "0 files")),
     HostileFolder("only-a-config", {"config.json": b"{}"}, ("no weights here", "1 file")),
-    HostileFolder("only-pickles", {"pytorch_model.bin": b"x"}, ("pytorch_model.bin", "can't be read")),
+    HostileFolder("only-other-formats", {"model.gguf": b"x"}, ("no weights here", "model.gguf")),
+    HostileFolder(
+        "only-what-a-trainer-left",
+        {"optimizer.pt": b"x", "training_args.bin": b"x", "rng_state.pth": b"x"},
+        ("no weights here", "a trainer's state", "optimizer.pt", "rng_state.pth"),
+    ),
+    HostileFolder(
+        "no-pickle", {"pytorch_model.bin": b"x"}, ("pytorch_model.bin", "torch.save"), error=CorruptFileError
+    ),
     HostileFolder("only-in-a-sub-folder", {"original/model.safetensors": tensors("a")}, ("no weights here",)),
     HostileFolder("only-an-empty-map", {INDEX: index({})}, ("no weights here",)),
 )

@@ -206,7 +206,7 @@ def test_an_index_that_leads_outside(client, tmp_path, name):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"pytorch_model.bin": b"x", "config.json": b"{}"}, "pytorch_model.bin"),
+        ({"optimizer.bin": b"x", "config.json": b"{}"}, "optimizer.bin"),
         ({"config.json": b"{}"}, "none"),
         ({"original/model.safetensors": b"x"}, "original/model.safetensors"),
     ],

@@ -198,6 +198,8 @@ def _check_header(fd: int, path: str, expected: FileEntry) -> None:
     """A file of the same size may hold other tensors by now."""
     if not expected.header_sha256:
         return
-    header = os.pread(fd, expected.data_start - 8, 8)
-    if hashlib.sha256(header).hexdigest() != expected.header_sha256:
+    header = hashlib.sha256()
+    for start, end in expected.header_spans:
+        header.update(os.pread(fd, end - start, start))
+    if header.hexdigest() != expected.header_sha256:
         raise CorruptFileError(path, None, "its header changed since it was opened: it is another file")

@@ -70,6 +70,11 @@ class FileWork:
         return sum(self.entries[name].nbytes for name in self.names)
 
     @property
+    def data_nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return self.file.size - self.file.data_start
+
+    @property
     def dtypes(self) -> frozenset[str]:
         """The format's names of their dtypes, as `BF16`."""
         return frozenset(self.entries[name].dtype for name in self.names)
@@ -177,7 +182,9 @@ def _work_of(path: str, size: int) -> FileWork:
         names=tuple(sorted(header.tensors)),
         entries=header.tensors,
         metadata=header.metadata,
-        file=file._replace(data_start=header.data_start, header_sha256=header.digest),
+        file=file._replace(
+            data_start=header.data_start, header_sha256=header.digest, header_spans=header.spans
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,14 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a checkpoint by reading its index and headers, never the data.
 
+    Files are those of safetensors or, where there are none, of `torch.save`: `*.bin`, `*.pt` or `*.pth`, whose
+    pickles are read without running any code. What of these is no tensor is left out with a warning.
+
     A repository's weights, configs and tokenizer are downloaded first, as far as the hub's cache hasn't got
     them: by one process for all that share the cache, while the others wait.
 
     Args:
-        ref: A folder or one safetensors file; or a repository of the hub, as `org/name`,
+        ref: A folder or one weight file; or a repository of the hub, as `org/name`,
             `org/name@revision` or `hf://org/name@revision`; or what `raywl.sources.pin` made of one. What is
             there as a local path is always taken as one.
         revision: Branch, tag or commit of a repository; `main` by default.
@@ -132,4 +136,7 @@ def open_checkpoint(
     )
     if isinstance(ref, HubPin):
         allow_patterns = ref.allow_patterns
-    return Checkpoint.read(source, allow_patterns)
+    checkpoint = Checkpoint.read(source, allow_patterns)
+    if checkpoint.notes:
+        warnings.warn("; ".join(checkpoint.notes), stacklevel=2)
+    return checkpoint

@@ -212,7 +212,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
     report.unexpected = binding.unexpected
     report.skipped = dict(binding.skipped)
     report.unused_shards = binding.unused_shards
-    report.notes += binding.notes
+    report.notes += [*binding.checkpoint.notes, *binding.notes]
     report.missing = [name for name in unmade if name not in binding.may_miss]
     for target in binding.targets:
         if not target.persistent or target.name in binding.may_miss:

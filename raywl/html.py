@@ -16,7 +16,17 @@ from raywl.text import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from raywl.report import GroupReport, LoadReport
 
-__all__ = ["bars", "fragment", "names", "page", "report_sections", "section", "table", "write_page"]
+__all__ = [
+    "bars",
+    "fragment",
+    "names",
+    "page",
+    "rank_title",
+    "report_sections",
+    "section",
+    "table",
+    "write_page",
+]
 
 _STYLE = """
 :root { color-scheme: light dark; --fg: #1c2024; --dim: #60646c; --bg: #fff; --line: #dfe2e6; --tint: #f4f5f7;
@@ -126,7 +136,7 @@ def report_sections(report: LoadReport | GroupReport) -> list[str]:
     """The sections of a report's page: summary, ranks, phases, files, names, notes."""
     ranks = _ranks(report)
     sections = [_summary(report), section("Ranks", _rank_table(ranks))]
-    phases = {_rank_title(rank): rank.phases for rank in ranks}
+    phases = {rank_title(rank): rank.phases for rank in ranks}
     body = bars(phases)
     if _is_group(report):
         body = bars({"launch": report.phases}) + body
@@ -183,7 +193,8 @@ def _ranks(report: LoadReport | GroupReport) -> list[LoadReport]:
     return [cast("LoadReport", report)]
 
 
-def _rank_title(rank: LoadReport) -> str:
+def rank_title(rank: LoadReport) -> str:
+    """What a rank is called in a report."""
     where = f" on {rank.node}" if rank.node else ""
     return f"rank {rank.context.rank}{where}"
 

@@ -38,7 +38,8 @@ class Checkpoint(Manifest):
 
         Args:
             names: Only these; all by default.
-            strategy: How files are read: `"auto"` (as `None`), `"buffered"` or `"prefetch"`.
+            strategy: How files are read: `"auto"` (as `None`), `"buffered"`, `"direct"`, `"mmap"` or
+                `"prefetch"`; `raywl.strategies` says what they do.
             local_expert_ids: Leave out the heavy tensors of all other experts.
             progress: `True` for a bar on standard error, or a callable.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from raywl import html
+from raywl.timeline import Timeline, write_trace
 
 if TYPE_CHECKING:
     from raywl.plan import LoadPlan
@@ -50,16 +51,39 @@ class LoadReport:
     seconds: float = 0.0
     """Wall time of the whole call."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase: open, plan, read, post."""
+    """Seconds by phase: `open`, `plan`, `read`, `copy`, `wait`, `post`. While several threads read, the time
+    is shared out as they spent theirs: in system calls, copying from scratch, or waiting."""
     plan: LoadPlan | None = None
     """The reads that were made."""
     node: str | None = None
     """Address of the node it ran on, when on a cluster."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """What its threads did, and when."""
+    limit_bytes_per_s: float | None = None
+    """What the disk gave in a probe; `None` where there was none."""
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Rate of the reading alone; `None` where nothing was read."""
+        seconds = sum(self.phases.get(part, 0.0) for part in ("read", "copy", "wait"))
+        return self.bytes_read / seconds if self.bytes_read and seconds > 0 else None
+
+    @property
+    def limit_ratio(self) -> float | None:
+        """`read_bytes_per_s` beside the limit; `None` where that isn't known."""
+        rate, limit = self.read_bytes_per_s, self.limit_bytes_per_s
+        return None if rate is None or not limit else rate / limit
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plan's single reads, as JSON values."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "context")}
+        left_out = ("plan", "context", "timeline")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         values["context"] = self.context.to_dict()
+        values["read_bytes_per_s"], values["limit_ratio"] = self.read_bytes_per_s, self.limit_ratio
+        values["slowest_files"] = [
+            {"file": file, "nbytes": times.nbytes, "seconds": times.seconds}
+            for file, times in self.timeline.slowest_files()
+        ]
         values["plan"] = None if self.plan is None else self.plan.summary()
         return values
 
@@ -70,6 +94,14 @@ class LoadReport:
             OSError: The folder doesn't exist or can't be written to.
         """
         html.write_page(path, html.page(f"Load of {self.ref}", html.report_sections(self)))
+
+    def to_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes what its threads did, in the Chrome trace format.
+
+        Raises:
+            OSError: The folder doesn't exist or can't be written to.
+        """
+        write_trace(path, {html.rank_title(self): (self.context.rank, self.timeline)})
 
     def _repr_html_(self) -> str:
         return html.fragment(self)
@@ -148,6 +180,18 @@ class GroupReport:
             OSError: The folder doesn't exist or can't be written to.
         """
         html.write_page(path, html.page(f"Load of {self.ref}", html.report_sections(self)))
+
+    def to_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes what the threads of all ranks did, in the Chrome trace format; ranks are its processes.
+
+        Raises:
+            OSError: The folder doesn't exist or can't be written to.
+        """
+        timelines = {
+            f"{number}: {html.rank_title(rank)}": (number, rank.timeline)
+            for number, rank in enumerate(self.ranks)
+        }
+        write_trace(path, timelines)
 
     def _repr_html_(self) -> str:
         return html.fragment(self)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 __all__ = ["STRATEGIES", "check_strategy"]
 
-STRATEGIES = ("auto", "buffered", "prefetch")
-"""`buffered` is parallel `preadv` through the page cache; `prefetch` the same, while other threads fill
-the page cache ahead of it; `auto` takes the second for network file systems, the first elsewhere."""
+STRATEGIES = ("auto", "buffered", "direct", "mmap", "prefetch")
+"""All of them bring the same bytes.
+
+`buffered` is parallel `preadv` through the page cache. `direct` reads past the page cache (`O_DIRECT`),
+where the file system has that. `mmap` copies out of a mapping, on file systems of this machine only.
+`prefetch` is `buffered`, while other threads fill the page cache ahead of it. `auto` looks at the file
+system, at what is in the page cache, at the memory that is left, at what other ranks of the node want, and,
+before large loads, at the disk, and says what it chose and why.
+"""
 
 
 def check_strategy(strategy: str | None) -> None:

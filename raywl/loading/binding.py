@@ -22,7 +22,7 @@ from raywl.loading.tp_plan import shards_from_tp_plan, unused_entries
 from raywl.opening import Checkpoint
 from raywl.plan import Copy, LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
-from raywl.readers import OpenFiles
+from raywl.readers import Reader
 from raywl.readers.memory import can_convert, dtype_name
 from raywl.remap.experts import parse_expert_id
 from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
@@ -163,7 +163,7 @@ class Binding:
 
     # Shapes and memory.
 
-    def prepare(self, files: OpenFiles, plan: LoadPlan | None, num_threads: int) -> Recorder:
+    def prepare(self, reader: Reader, plan: LoadPlan | None) -> Recorder:
         """Checks shapes and dtypes, gives meta targets memory, and makes the recorder.
 
         Raises:
@@ -201,7 +201,7 @@ class Binding:
             )
             for index, box in boxes.items()
         }
-        return Recorder(self.checkpoint, files, memory, num_threads=num_threads)
+        return Recorder(self.checkpoint, reader, memory)
 
     def _specs(self) -> dict[str, ShardSpec]:
         """Specs by `tp_plan` for the parameters that tensors are bound to."""

@@ -26,12 +26,12 @@ from raywl.plan import LoadPlan
 from raywl.plan.plan import TargetInfo
 from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
-from raywl.readers import OpenFiles, choose_num_threads, execute
+from raywl.readers import OpenFiles, Reader
 from raywl.readers.memory import dtype_name
-from raywl.readers.prefetching import prefetching
 from raywl.report import LoadReport
 from raywl.sources import HubSource
 from raywl.strategies import check_strategy
+from raywl.timeline import Timeline
 from raywl.types import ParallelContext
 
 __all__ = ["check_report", "fill_report", "load_into"]
@@ -76,7 +76,8 @@ def load_into(
             `param_name`, and that parameter's `weight_loader(param, weight, shard_id)` is called.
         expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise, with
             `weight_loader(param, weight, name, shard_id=..., expert_id=...)`.
-        strategy: How files are read: `"auto"` (as `None`), `"buffered"` or `"prefetch"`.
+        strategy: How files are read: `"auto"` (as `None`), `"buffered"`, `"direct"`, `"mmap"` or
+            `"prefetch"`; `raywl.strategies` says what they do.
         plan: A recorded or saved plan of the same checkpoint, rank and model, to use instead of names
             and loaders.
         strict: `True`: a parameter or persistent buffer that stays unset is an error. `"exact"`: so is
@@ -98,7 +99,7 @@ def load_into(
     if strict not in (True, False, "exact"):
         raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
     _check_arguments(model, parallel, mapper, stacked, expert_mapping, device)
-    start = time.perf_counter()
+    timeline = Timeline()
     if isinstance(ref, Checkpoint):
         if source:
             raise ValueError(f"{sorted(source)} are for opening a checkpoint, and this one is open")
@@ -106,18 +107,20 @@ def load_into(
     else:
         checkpoint = open_checkpoint(ref, **source)
     context = parallel or ambient_context()
-    report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)
+    report = LoadReport(checkpoint.source.ref, checkpoint.identity, context, timeline=timeline)
     if checkpoint is not ref and isinstance(checkpoint.source, HubSource):
         report.bytes_by_source["hub"] = checkpoint.source.fetched_bytes
-    report.phases["open"] = time.perf_counter() - start
+    report.phases["open"] = timeline.note_phase("open")
     binding = Binding(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
         expert_mapping=expert_mapping, device=device,
     )  # fmt: skip
     with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
-        _load(model, binding, files, report, plan, strict, strategy, make_progress(progress))
+        reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
+        _load(model, binding, reader, report, plan, strict, make_progress(progress))
     note_loaded(model, checkpoint, report)
-    report.seconds = time.perf_counter() - start
+    report.phases["post"] = timeline.note_phase("post")
+    report.seconds = time.perf_counter() - timeline.origin_s
     return report
 
 
@@ -143,20 +146,18 @@ def _check_arguments(
 def _load(
     model: nn.Module,
     binding: Binding,
-    files: OpenFiles,
+    reader: Reader,
     report: LoadReport,
     plan: LoadPlan | None,
     strict: bool | str,
-    strategy: str | None,
     progress: Progress | None,
 ) -> None:
-    clock = time.perf_counter()
-    num_threads = choose_num_threads(report.context.local_size)
+    timeline = report.timeline
     recorder: Recorder | None = None
     try:
         with restore(binding.targets):
             unmade = init_buffers(model, binding.targets, binding.device)
-            recorder = binding.prepare(files, plan, num_threads)
+            recorder = binding.prepare(reader, plan)
             binding.record(recorder, plan)
             for target, was_lazy in adopt_registered(binding.targets, recorder.is_mapped):
                 recorder.note_registered(target.name)
@@ -168,15 +169,16 @@ def _load(
             assert report.plan is not None
             whole = len(rest) == len(recorder.copies)
             reads = report.plan.reads if whole else schedule(rest, binding.file_order)
-            files.open_all({read.file: None for read in reads})
-        report.phases["plan"] = time.perf_counter() - clock
-        clock = time.perf_counter()
-        recorder.started = bool(reads) or recorder.started
+            reader.files.open_all({read.file: None for read in reads})
         count = _Count(sum(read.end - read.start for read in reads), progress)
-        with prefetching(binding.checkpoint, reads, strategy, report.notes):
-            execute(reads, files, recorder.views, num_threads=num_threads, on_bytes=count)
-        files.check_unchanged()
-        report.phases["read"] = time.perf_counter() - clock
+        with reader.reading(reads):
+            report.phases["plan"] = timeline.note_phase("plan")
+            recorder.started = bool(reads) or recorder.started
+            before = timeline.parts
+            reader.execute(reads, recorder.views, count)
+            wall_s = timeline.note_phase("read")
+            report.phases |= timeline.parts_of(wall_s, reader.num_threads, before)
+        reader.files.check_unchanged()
     except Exception as error:
         started = recorder is not None and recorder.started
         if isinstance(error, RaywlError):
@@ -184,13 +186,13 @@ def _load(
         elif started:
             error.add_note("raywl: the model is partly loaded")
         raise
-    clock = time.perf_counter()
+    report.notes += reader.notes
+    report.limit_bytes_per_s = reader.limit_bytes_per_s
     report.bytes_by_file = dict(recorder.nbytes_early)
     for read in reads:
         report.bytes_by_file[read.file] = report.bytes_by_file.get(read.file, 0) + read.end - read.start
     report.bytes_read = sum(report.bytes_by_file.values())
     report.bytes_by_source["files"] = report.bytes_read
-    report.phases["post"] = time.perf_counter() - clock
 
 
 def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:
@@ -221,7 +223,8 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
         local = target.local
         nbytes = local.numel() * local.itemsize
         set_nbytes = 0 if written is None else recorder.set_nbytes(target.name)
-        if written is None or not (set_nbytes or written.otherwise or target.name in binding.routed):
+        empty = binding.has_own_loader and not nbytes  # whose loader has nothing to copy
+        if written is None or not (set_nbytes or written.otherwise or target.name in binding.routed or empty):
             report.missing.append(target.name)
         elif written.otherwise or not nbytes:
             continue

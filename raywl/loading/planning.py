@@ -12,7 +12,7 @@ from raywl.loading.binding import Binding
 from raywl.loading.load import fill_report
 from raywl.loading.targets import init_buffers, restore
 from raywl.opening import Checkpoint
-from raywl.readers import OpenFiles
+from raywl.readers import OpenFiles, Reader
 from raywl.report import LoadReport
 from raywl.types import ParallelContext
 
@@ -54,7 +54,7 @@ def plan_model(
     before = [(target, target.tensor) for target in binding.targets]
     with context, torch.no_grad(), OpenFiles(checkpoint) as files, restore(binding.targets):
         unmade = init_buffers(model, binding.targets, binding.device)
-        recorder = binding.prepare(files, None, num_threads=1)
+        recorder = binding.prepare(Reader(checkpoint, files, "buffered"), None)
         binding.record(recorder, None)
         fill_report(report, binding, recorder, unmade)
         recorder.finish()

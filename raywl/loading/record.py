@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import platform
 import sys
 import threading
 import weakref
@@ -39,15 +38,12 @@ from raywl.loading.lazy import (
 from raywl.plan.copies import Copy, itemsize_of, normalise, span_of
 from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
 from raywl.plan.reads import schedule
-from raywl.readers import READER_THREADS, ByteView, OpenFiles, execute
+from raywl.readers import READER_THREADS, ByteView, Reader
 from raywl.readers.files import max_open_files
 from raywl.readers.memory import can_convert, dtype_name
+from raywl.readers.ways import map_privately
 
 __all__ = ["Recorder", "Written"]
-
-# A private mapping that may be written to counts against the system's memory, all of it, unless it is
-# told not to: a file larger than the memory couldn't be mapped. Python has the flag from 3.13 on.
-_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
 
 
 @dataclass(slots=True)
@@ -83,23 +79,19 @@ class Recorder(TorchFunctionMode):
 
     Args:
         manifest: The checkpoint.
-        files: Its open files.
+        reader: Reads its files.
         targets: Every parameter and buffer, by name; one name for each memory.
-        num_threads: Threads for reads.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        files: OpenFiles,
+        reader: Reader,
         targets: Mapping[str, torch.Tensor],
-        *,
-        num_threads: int,
-        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
-        self._manifest, self._files, self._targets = manifest, files, targets
-        self._num_threads, self._on_bytes = num_threads, on_bytes
+        self._manifest, self._reader, self._targets = manifest, reader, targets
+        self._files = reader.files
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
         self._mappings: dict[str, mmap.mmap] = {}
         self._mapped: list[tuple[int, int]] = []
@@ -148,9 +140,8 @@ class Recorder(TorchFunctionMode):
             return None
         if entry.file not in self._mappings:
             size = next(file.size for file in self._manifest.files if file.name == entry.file)
-            flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             with self._files.using(entry.file) as fd:
-                mapping = mmap.mmap(fd, size, flags, access)
+                mapping = map_privately(fd, size)
             # A mapping holds a descriptor. It lives on for as long as a weight of it does.
             if len(self._mappings) >= self._max_mappings:
                 self._mappings.pop(next(iter(self._mappings)))
@@ -297,7 +288,7 @@ class Recorder(TorchFunctionMode):
             for read in reads:
                 self._count_early(read.file, read.end - read.start)
             self.surprises["values were read while loaders ran"] = None
-            execute(reads, self._files, self._views, num_threads=self._num_threads, on_bytes=self._on_bytes)
+            self._reader.execute(reads, self._views)
 
     def finish(self) -> list[Copy]:
         """The copies that are still to be made; forgets them.

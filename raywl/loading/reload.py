@@ -24,7 +24,7 @@ from raywl.loading.targets import Target, collect_targets, is_dtensor
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.plan import Copy
 from raywl.progress import Progress
-from raywl.readers import OpenFiles
+from raywl.readers import OpenFiles, Reader
 from raywl.readers.memory import can_convert
 from raywl.report import LoadReport
 from raywl.types import ParallelContext
@@ -160,10 +160,9 @@ def check_reload(
         raise ValueError(f"can't reload a model that was never loaded: {unmade[0]} is on meta")
     report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)
     with context, torch.no_grad(), OpenFiles(checkpoint) as files:
-        binding.prepare(files, None, 1)
-        recorder = _DryRecorder(
-            checkpoint, files, {target.name: target.local for target in binding.targets}, num_threads=1
-        )
+        reader = Reader(checkpoint, files, "buffered")
+        binding.prepare(reader, None)
+        recorder = _DryRecorder(checkpoint, reader, {target.name: target.local for target in binding.targets})
         with _stand_ins(binding.targets, recorder):
             binding.record(recorder, None)
         fill_report(report, binding, recorder, [])

@@ -3,5 +3,6 @@
 from raywl.readers.execute import READER_THREADS, choose_num_threads, execute
 from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView
+from raywl.readers.reader import Reader
 
-__all__ = ["READER_THREADS", "ByteView", "OpenFiles", "choose_num_threads", "execute"]
+__all__ = ["READER_THREADS", "ByteView", "OpenFiles", "Reader", "choose_num_threads", "execute"]

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 
-from raywl.errors import CheckpointError
 from raywl.plan.copies import Copy, split
 from raywl.plan.reads import GAP_BYTES, Read
+from raywl.readers.choose import num_threads_for
 from raywl.readers.files import OpenFiles
-from raywl.readers.memory import ByteView, bytes_of, int_dtype, strided
+from raywl.readers.memory import ByteView
+from raywl.readers.staging import Stage, place
+from raywl.readers.ways import SCRATCH_BYTES, Buffered, Scratch
+from raywl.timeline import Span, Timeline
 
 __all__ = ["READER_THREADS", "SCRATCH_BYTES", "choose_num_threads", "execute"]
 
 READER_THREADS = "raywl-read"
 """How the names of the threads that read begin."""
 
-SCRATCH_BYTES = 256 << 10
-"""Scratch of one thread: small enough to stay in the core's cache between read and copy."""
+_MAX_STAGING_THREADS = 6
+"""Each has two buffers as long as the longest read."""
 
 
 def choose_num_threads(local_size: int) -> int:
-    """Threads for one rank that shares its node with `local_size` ranks."""
-    cores = len(os.sched_getaffinity(0))
-    return max(2, min(8, 2 * cores) // local_size)
+    """Threads for one rank that shares its node with `local_size` ranks, whatever it reads from."""
+    return num_threads_for(num_cores(), local_size, warm=False)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def execute(
@@ -37,6 +45,9 @@ def execute(
     *,
     num_threads: int,
     on_bytes: Callable[[int], None] | None = None,
+    way: Buffered | None = None,
+    timeline: Timeline | None = None,
+    staged: bool | None = None,
 ) -> None:
     """Makes all reads; returns when every byte is at its place.
 
@@ -49,96 +60,150 @@ def execute(
         targets: Where each target of the reads' pieces lies.
         num_threads: Reads under way at once.
         on_bytes: Called by the threads with the bytes of each read that is done.
+        way: How bytes come to memory; by default through the page cache.
+        timeline: Takes what each read took.
+        staged: Whether reads go through the buffers that devices copy out of; by default those do whose
+            targets no read can reach.
 
     Raises:
         CheckpointError: A read failed; the destinations are partly written.
     """
-    pending = iter(reads)
-    lock, stop = threading.Lock(), threading.Event()
-
-    def work() -> None:
-        scratch = _Scratch()
-        while not stop.is_set():
-            with lock:
-                read = next(pending, None)
-            if read is None:
-                return
-            try:
-                if read.direct and all(targets[piece.target].memory is not None for piece in read.pieces):
-                    _read_direct(read, files, targets)
-                else:
-                    _read_through(read, files, targets, scratch)
-                if on_bytes is not None:
-                    on_bytes(read.end - read.start)
-            except BaseException:
-                stop.set()
-                raise
-
+    if staged is None:
+        staged = any(targets[piece.target].memory is None for read in reads for piece in read.pieces)
+    if staged:
+        num_threads = min(num_threads, _MAX_STAGING_THREADS)
     num_threads = max(1, min(num_threads, len(reads)))
+    work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline)
+    longest = max((read.end - read.start for read in reads), default=0) if staged else None
     if num_threads == 1:
-        work()
+        work.run(0, longest)
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix=READER_THREADS) as pool:
-        futures = [pool.submit(work) for _ in range(num_threads)]
+        futures = [pool.submit(work.run, number, longest) for number in range(num_threads)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            stop.set()
+            work.stop.set()
     for future in futures:
         future.result()
 
 
-class _Scratch:
-    """Memory of one thread, made when it is first needed, and bigger only while one read wants more."""
+class _Work:
+    """What the threads share."""
 
-    def __init__(self) -> None:
-        self._raw: torch.Tensor | None = None
-        self._memory = memoryview(b"")
+    def __init__(
+        self,
+        pending: Iterator[Read],
+        way: Buffered,
+        targets: Mapping[str, ByteView],
+        on_bytes: Callable[[int], None] | None,
+        timeline: Timeline | None,
+    ) -> None:
+        self.way, self.targets = way, targets
+        self.stop = threading.Event()
+        self._pending, self._on_bytes, self._timeline = pending, on_bytes, timeline
+        self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, memoryview]:
-        if self._raw is None or self._raw.numel() < nbytes:
-            self._raw = torch.empty(max(nbytes + 64, SCRATCH_BYTES + 64), dtype=torch.uint8)
-            self._memory = bytes_of(self._raw)
-        return self._raw, self._memory[:nbytes]
+    def run(self, number: int, longest: int | None) -> None:
+        """What each thread does; `longest` read in bytes if reads are staged."""
+        try:
+            if longest is None:
+                self._each(number, _Reads(self.way, self.targets))
+                return
+            stage = Stage(longest)
+            try:
+                self._each(number, _StagedReads(self.way, self.targets, stage))
+            finally:
+                stage.close()
+        except BaseException:
+            self.stop.set()
+            raise
+
+    def _each(self, number: int, reads: _Reads) -> None:
+        while not self.stop.is_set():
+            with self._lock:
+                read = next(self._pending, None)
+            if read is None:
+                return
+            reads.read_s = reads.copy_s = reads.wait_s = 0.0
+            start_s = time.perf_counter()
+            reads.make(read)
+            nbytes = read.end - read.start
+            if self._timeline is not None:
+                at_s = start_s - self._timeline.origin_s
+                self._timeline.add(
+                    Span(
+                        number, read.file, read.start, nbytes, at_s, reads.read_s, reads.copy_s, reads.wait_s
+                    )
+                )
+            if self._on_bytes is not None:
+                self._on_bytes(nbytes)
 
 
-def _read_direct(read: Read, files: OpenFiles, targets: Mapping[str, ByteView]) -> None:
-    buffers: list[memoryview] = []
-    position = read.start
-    for piece in read.pieces:
-        if piece.src_start > position:
-            buffers.append(memoryview(bytearray(piece.src_start - position)))
-        memory = targets[piece.target].memory
-        assert memory is not None
-        buffers.append(memory[piece.dst_start : piece.dst_start + piece.nbytes])
-        position = piece.src_end
-    files.read_into(read.file, read.start, buffers)
+class _Reads:
+    """Makes reads into memory of the host, for one thread; its times are of the read it was at last."""
+
+    def __init__(self, way: Buffered, targets: Mapping[str, ByteView]) -> None:
+        self._way, self._targets = way, targets
+        self._scratch = Scratch()
+        self.read_s = self.copy_s = self.wait_s = 0.0
+
+    def make(self, read: Read) -> None:
+        """Makes one read."""
+        if read.direct:
+            self._direct(read)
+        elif len(read.pieces) == 1:
+            for step in split(read.pieces[0], self._way.step_bytes, GAP_BYTES):
+                self._through(read.file, step.src_start, step.src_end, (step,))
+        else:
+            self._through(read.file, read.start, read.end, read.pieces)
+
+    def _direct(self, read: Read) -> None:
+        start_s = time.perf_counter()
+        buffers: list[memoryview] = []
+        position = read.start
+        for piece in read.pieces:
+            if piece.src_start > position:
+                buffers.append(memoryview(bytearray(piece.src_start - position)))
+            memory = self._targets[piece.target].memory
+            assert memory is not None
+            buffers.append(memory[piece.dst_start : piece.dst_start + piece.nbytes])
+            position = piece.src_end
+        self._way.fill(read.file, read.start, buffers)
+        self.read_s += time.perf_counter() - start_s
+
+    def _through(self, file: str, start: int, end: int, pieces: Sequence[Copy]) -> None:
+        start_s = time.perf_counter()
+        with self._way.window(file, start, end, self._scratch) as raw:
+            read_s = time.perf_counter()
+            for piece in pieces:
+                place(piece, raw, start, self._targets[piece.target])
+        self.read_s += read_s - start_s
+        self.copy_s += time.perf_counter() - read_s
 
 
-def _read_through(read: Read, files: OpenFiles, targets: Mapping[str, ByteView], scratch: _Scratch) -> None:
-    """Reads by steps of about the scratch's size; pieces that share bytes share the step."""
-    if len(read.pieces) == 1:
-        for step in split(read.pieces[0], SCRATCH_BYTES, GAP_BYTES):
-            raw, memory = scratch.take(step.src_end - step.src_start)
-            files.read_into(read.file, step.src_start, [memory])
-            _place(step, raw, step.src_start, targets[step.target])
-        return
-    raw, memory = scratch.take(read.end - read.start)
-    files.read_into(read.file, read.start, [memory])
-    for piece in read.pieces:
-        _place(piece, raw, read.start, targets[piece.target])
+class _StagedReads(_Reads):
+    """Makes reads through buffers that devices copy out of."""
 
+    def __init__(self, way: Buffered, targets: Mapping[str, ByteView], stage: Stage) -> None:
+        super().__init__(way, targets)
+        self._stage = stage
+        # The buffers lie near the device that most parameters are on: any will do, of one host.
+        self._device = next(
+            (view.raw.device for view in targets.values() if view.memory is None), torch.device("cpu")
+        )
 
-def _place(piece: Copy, raw: torch.Tensor, first: int, target: ByteView) -> None:
-    """Copies one piece from scratch, whose byte 0 is byte `first` of the file."""
-    if piece.src_dtype == piece.dst_dtype:
-        dtype = int_dtype(piece.itemsize)
-    else:
-        dtype = getattr(torch, piece.src_dtype)
-    source = strided(raw, piece.src_start - first, dtype, piece.shape, piece.src_strides)
-    try:
-        target.view_for(piece).copy_(source)
-    except RuntimeError as error:
-        raise CheckpointError(
-            piece.file, piece.tensor, f"can't be copied into {piece.target} ({target.dtype}): {error}"
-        ) from error
+    def make(self, read: Read) -> None:
+        """Makes one read; its copies may still be under way."""
+        start_s = time.perf_counter()
+        buffer = self._stage.next_buffer(self._device)
+        buffer.wait()
+        waited_s = time.perf_counter()
+        nbytes = read.end - read.start
+        self._way.fill(read.file, read.start, [buffer.memory[:nbytes]])
+        read_s = time.perf_counter()
+        pieces = [(piece, self._targets[piece.target]) for piece in read.pieces]
+        self._stage.send(buffer, nbytes, read.start, pieces)
+        self.wait_s += waited_s - start_s
+        self.read_s += read_s - waited_s
+        self.copy_s += time.perf_counter() - read_s

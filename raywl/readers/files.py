@@ -14,6 +14,7 @@ from typing import Self
 
 from raywl.checkpoint import FileEntry, Manifest
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
+from raywl.node.mounts import fs_type, is_local
 from raywl.sources.local import stamp_of
 
 __all__ = ["OpenFiles", "max_open_files"]
@@ -36,6 +37,22 @@ class _Open:
     fd: int
     stamp: Stamp
     users: int = 0
+    direct_fd: int | None = None
+    """The same file, read past the page cache, once that was asked for and where it is possible."""
+    direct_refused: bool = False
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
+
+    def open_direct(self) -> None:
+        """By way of the descriptor: the path may lead to another file by now."""
+        if self.direct_fd is None and not self.direct_refused:
+            try:
+                self.direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except (OSError, AttributeError):
+                self.direct_refused = True
 
 
 def max_open_files() -> int:
@@ -64,6 +81,8 @@ class OpenFiles:
         self._stamps: dict[str, Stamp] = {}
         self._lock = threading.Lock()
         self._max_open = max_open_files()
+        self._fs_types: dict[int, str] = {}
+        self._random = False
 
     @contextmanager
     def using(self, name: str) -> Iterator[int]:
@@ -74,6 +93,38 @@ class OpenFiles:
             CorruptFileError: Its size or its header aren't the manifest's any more.
             CheckpointError: It can't be opened, or isn't the file that was read before.
         """
+        with self._using(name) as entry:
+            yield entry.fd
+
+    @contextmanager
+    def using_direct(self, name: str) -> Iterator[int | None]:
+        """As `using`, for reads past the page cache; `None` where the file system has no such reads."""
+        with self._using(name) as entry:
+            with self._lock:
+                entry.open_direct()
+            yield entry.direct_fd
+
+    def fs_type(self, name: str) -> str:
+        """Type of the file system that a file lies on; `""` where that can't be told."""
+        with self.using(name) as fd:
+            device = os.fstat(fd).st_dev
+        if device not in self._fs_types:
+            self._fs_types[device] = fs_type([self._manifest.path(name)])
+        return self._fs_types[device]
+
+    def is_local(self, name: str) -> bool:
+        """Whether a file lies on a file system of this machine, and so may be mapped."""
+        return is_local(self.fs_type(name))
+
+    def expect_random(self) -> None:
+        """Tells the kernel, for every file from now on, that what lies between reads isn't wanted."""
+        with self._lock:
+            self._random = True
+            for entry in self._open.values():
+                os.posix_fadvise(entry.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @contextmanager
+    def _using(self, name: str) -> Iterator[_Open]:
         with self._lock:
             entry = self._open.get(name)
             if entry is None:
@@ -84,7 +135,7 @@ class OpenFiles:
             if len(self._open) > self._max_open:
                 self._close_unused()
         try:
-            yield entry.fd
+            yield entry
         finally:
             with self._lock:
                 entry.users -= 1
@@ -93,7 +144,7 @@ class OpenFiles:
         for name in [name for name, entry in self._open.items() if not entry.users]:
             if len(self._open) <= self._max_open:
                 return
-            os.close(self._open.pop(name).fd)
+            self._open.pop(name).close()
 
     def _opened(self, name: str) -> _Open:
         path, expected = self._manifest.path(name), self._files[name]
@@ -121,6 +172,8 @@ class OpenFiles:
             os.close(fd)
             raise
         self._stamps[name] = stamp
+        if self._random:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return _Open(fd, stamp)
 
     def open_all(self, names: Iterable[str]) -> None:
@@ -184,7 +237,7 @@ class OpenFiles:
         """Closes all files; further reads open them again."""
         with self._lock:
             for entry in self._open.values():
-                os.close(entry.fd)
+                entry.close()
             self._open.clear()
 
     def __enter__(self) -> Self:

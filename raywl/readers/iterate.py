@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
@@ -13,10 +14,9 @@ from raywl.plan import copy_of_box
 from raywl.plan.copies import contiguous_strides, itemsize_of
 from raywl.plan.reads import Read, schedule
 from raywl.progress import Progress, make_progress
-from raywl.readers.execute import choose_num_threads, execute
 from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView
-from raywl.readers.prefetching import prefetching
+from raywl.readers.reader import Reader
 from raywl.remap.experts import should_skip_weight
 from raywl.strategies import check_strategy
 
@@ -47,12 +47,14 @@ def _read(
     all_reads = [read for reads in plans.values() for read in reads]
     total = sum(manifest.tensors[name].nbytes for name in names)
     done = 0
-    with OpenFiles(manifest) as files, prefetching(manifest, all_reads, strategy, []):
+    with OpenFiles(manifest) as files, contextlib.ExitStack() as stack:
+        reader = Reader(manifest, files, strategy)
+        stack.enter_context(reader.reading(all_reads))
         for name in names:
             entry = manifest.tensors[name]
             tensor = torch.empty(torch_shape(entry.dtype, entry.shape), dtype=torch_dtype(entry.dtype))
             if entry.nbytes:
-                execute(plans[name], files, {name: ByteView(tensor)}, num_threads=choose_num_threads(1))
+                reader.execute(plans[name], {name: ByteView(tensor)})
             done += entry.nbytes
             if progress is not None:
                 progress(done, total, "read")

@@ -1,18 +1,15 @@
-"""The page cache filled ahead of the reads, where that helps or was asked for."""
+"""The page cache filled ahead of the reads."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from raywl.checkpoint import Manifest
-from raywl.node.memory import available_ram_bytes
-from raywl.node.mounts import fs_type
-from raywl.node.prefetch import FileRange, prefetch, should_prefetch
+from raywl.node.prefetch import FileRange, prefetch
 from raywl.plan import Read
 
 __all__ = ["Prefetcher", "prefetch_with", "prefetching"]
@@ -34,32 +31,14 @@ def prefetch_with(prefetcher: Prefetcher) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prefetching(
-    manifest: Manifest, reads: Sequence[Read], strategy: str | None, notes: list[str]
-) -> Iterator[None]:
-    """Fills the page cache while the block reads: on demand, else on network file systems if it fits.
+def prefetching(manifest: Manifest, reads: Sequence[Read]) -> Iterator[None]:
+    """Fills the page cache while the block reads.
 
     Args:
         manifest: The checkpoint.
         reads: What the block is about to read, in its order.
-        strategy: As `load_into` was given it: `"prefetch"` demands it.
-        notes: Takes what was decided, and why.
     """
-    asked = True if strategy == "prefetch" else None if strategy in (None, "auto") else False
-    if not reads or asked is False:
-        yield
-        return
     ranges = [FileRange(read.file, read.start, read.end) for read in reads]
-    size_bytes = sum(end - start for _, start, end in ranges)
-    kind = fs_type([manifest.path(ranges[0].file)])
-    decision = should_prefetch(kind, size_bytes, available_ram_bytes(), asked)
-    if decision.warn:
-        warnings.warn(decision.reason, stacklevel=5)
-    if decision.on or decision.warn:
-        notes.append(decision.reason)
-    if not decision.on:
-        yield
-        return
     with (_NODES.get() or _in_this_process)(manifest, ranges):
         yield
 

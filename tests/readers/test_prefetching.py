@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 import raywl
 from raywl.node import page_cache
-from raywl.readers import prefetching
+from raywl.readers import facts
+
+from .conftest import mounted
 
 
 class Two(torch.nn.Module):
@@ -53,15 +55,17 @@ def test_iterator(folder):
 
 def test_by_itself_on_a_network_file_system(folder, monkeypatch):
     """`auto` prefetches there when it fits into memory, and warns with both sizes when it doesn't."""
-    monkeypatch.setattr(prefetching, "fs_type", lambda files: "nfs4")
+    mounted(folder, "nfs4", monkeypatch)
     report = raywl.load_into(Two(), folder)
-    assert any("nfs4" in note for note in report.notes)
-    monkeypatch.setattr(prefetching, "available_ram_bytes", lambda: 1000)
+    assert any("strategy prefetch: prefetch on nfs4" in note for note in report.notes)
+    monkeypatch.setattr(facts, "available_ram_bytes", lambda: 1000)
     with pytest.warns(UserWarning, match="90 % of memory"):
         report = raywl.load_into(Two(), folder)
     assert any("no prefetch on nfs4" in note for note in report.notes)
 
 
 def test_off_on_a_local_one(folder):
-    """Nothing is said and nothing is done where reads are fast already."""
-    assert raywl.load_into(Two(), folder).notes == []
+    """Nothing is done where reads are fast already."""
+    (note,) = raywl.load_into(Two(), folder).notes
+    assert note.startswith("strategy buffered: on ")
+    assert "prefetch" not in note

@@ -9,6 +9,7 @@ import torch
 
 from raywl.errors import ShapeMismatchError
 from raywl.loaders.copying import check_shape, copy_checked, weight_name
+from raywl.loaders.layout import layout_of
 from raywl.loaders.ranks import ambient_context
 
 __all__ = [
@@ -51,7 +52,8 @@ def sharded_weight_loader(axis: int) -> Callable[[torch.Tensor, torch.Tensor], N
 
     The loader raises `ShapeMismatchError`, with name, sizes and rank, when the weight isn't `tp_size`
     times the parameter along `axis`: neither a rank's part that lies outside nor elements that no rank
-    keeps pass in silence.
+    keeps pass in silence. Parameters of quantised weights that say what their elements stand for
+    (`raywl.loaders.layout`) are cut on whole blocks, groups and packed words, else it's a `ValueError`.
     """
 
     def load_part(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -73,6 +75,8 @@ def _load_part(param: torch.Tensor, loaded_weight: torch.Tensor, axis: int) -> N
         )
     axis %= param.dim()
     length = param.shape[axis]
+    if axis < loaded_weight.dim():
+        _check_borders(param, loaded_weight.shape[axis], axis, name)
     whole = list(param.shape)
     whole[axis] = length * size
     check_shape(
@@ -82,6 +86,24 @@ def _load_part(param: torch.Tensor, loaded_weight: torch.Tensor, axis: int) -> N
         f"rank {rank} of {size} keeps {length} of dim {axis}, from {rank * length}; shape differs",
     )
     copy_checked(param.data, loaded_weight.narrow(axis, rank * length, length), name)
+
+
+def _check_borders(param: torch.Tensor, num_stored: int, axis: int, name: str | None) -> None:
+    """Refuses parts that would begin or end inside a block, a group or a packed word."""
+    context = ambient_context()
+    rank, size = context.tp_rank, context.tp_size
+    layout = layout_of(param)
+    for along in (layout.output, layout.input):
+        if along is None or along.dim != axis or along.border == 1:
+            continue
+        rows = num_stored * along.unit / size
+        if rows.denominator != 1 or rows.numerator % along.border:
+            where = "" if name is None else f"{name}: "
+            raise ValueError(
+                f"{where}{num_stored} elements of dim {axis}, for {num_stored * along.unit} rows in "
+                f"{along.what}s of {along.border}, can't be cut into {size} equal parts of whole "
+                f"{along.what}s (rank {rank} of {size})"
+            )
 
 
 def composed_weight_loader(

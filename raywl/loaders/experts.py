@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
 from raywl.errors import ShapeMismatchError
 from raywl.loaders.copying import check_shape, copy_checked, weight_name, zero
+from raywl.loaders.layout import Along, Layout, layout_of
 from raywl.loaders.ranks import ambient_context
 from raywl.remap.experts import compute_local_expert_ids
 
 __all__ = ["ExpertLoader"]
+
+Part = tuple[torch.Tensor, int, torch.Tensor]
+"""`(room, dim, source)`: `source` goes to the front of `room` along `dim`, and may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A rank's part of the intermediate size `I`, along one dim of a parameter."""
+
+    along: Along
+    whole: int
+    """`I`."""
+    start: int
+    num_rows: int
+    room: int
+    """Elements that the parameter has for it."""
+    text: str
+    """What messages begin with."""
+
+    def of(self, weight: torch.Tensor, first: int = 0, times: int = 1, more: int = 0) -> torch.Tensor:
+        """The rank's part of a weight that has `times` the rows, `first` others before, and `more` beside."""
+        begin = first + times * self.start
+        text = f"{self.text} keeps rows {begin} to {begin + times * self.num_rows}, which"
+        start, end = self.along.span(begin, begin + times * self.num_rows, (times + more) * self.whole, text)
+        return weight.narrow(self.along.dim, start, end - start)
+
+    def check_next(self, num_rows: int) -> None:
+        """Refuses that something follows `num_rows` of the parameter that don't end on a block."""
+        if num_rows % self.along.border:
+            raise ValueError(
+                f"{self.text} has up after {num_rows} rows of gate, inside a {self.along.what} of "
+                f"{self.along.border}"
+            )
 
 
 class ExpertLoader:
@@ -26,9 +62,15 @@ class ExpertLoader:
     `interleaved`, they alternate, gate first, in the parameter and in checkpoints that have both in one.
 
     With `intermediate_size` a parameter may have more room than a rank's part of `I` needs (kernels that
-    want a multiple of some number): each rank keeps `ceil(I / moe_tp)`, the last ones fewer, at the front
-    of the gate, of up and of `w2`'s columns; the rest is zero, on every load. In checkpoints with one
-    tensor per expert, that costs a read for each of them, where otherwise all are read together.
+    want a multiple of some number): each rank keeps `ceil(I / moe_tp)`, rounded up to a multiple of
+    `multiple_of`, the last ones fewer, at the front of the gate, of up and of `w2`'s columns; the rest is
+    zero, on every load. In checkpoints with one tensor per expert, that costs a read for each of them, where
+    otherwise all are read together.
+
+    Companions of quantised weights are cut where the weights are, or refused where that is inside a block,
+    a group or a packed word: `raywl.loaders.layout` has the attributes by which parameters say what they
+    are. Scales for whole tensors are `(local experts, 2)` for `w13` and `(local experts,)` for `w2`. Without
+    `intermediate_size`, the last block or group of a companion is taken for a whole one.
     """
 
     def __init__(
@@ -38,6 +80,8 @@ class ExpertLoader:
         transposed: bool = False,
         interleaved: bool = False,
         intermediate_size: int | None = None,
+        num_redundant_experts: int = 0,
+        multiple_of: int = 1,
     ) -> None:
         """
         Args:
@@ -45,23 +89,42 @@ class ExpertLoader:
             expert_map: For each of them its place on this rank, -1 for others' (what
                 `determine_expert_map` gives). `None`: all are here if the parameter has room for them,
                 else contiguous blocks by the ambient context.
-            transposed: The checkpoint's matrices are `(in, out)`; parameters are `(out, in)`.
+            transposed: The checkpoint's matrices are `(in, out)`. Parameters are `(out, in)`, unless their
+                attributes say otherwise.
             interleaved: Gate and up rows alternate.
-            intermediate_size: `I`, where parameters are padded. `None`: they are not.
+            intermediate_size: `I`, where parameters are padded or their last block isn't whole. `None`: they
+                are as large as the rank's equal part.
+            num_redundant_experts: Copies that follow the `num_experts`, of expert 0, 1, ... in turn. Expert
+                ids and `expert_map` count them; tensors with all experts in one don't have them.
+            multiple_of: Each rank's part of `I` is a multiple of so many, so that it is made of whole blocks;
+                needs `intermediate_size`.
 
         Raises:
-            ValueError: No experts, a map of another length, or an intermediate size below 1.
+            ValueError: No experts, a map of another length, or a size below 1.
         """
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        if num_redundant_experts < 0:
+            raise ValueError(f"num_redundant_experts can't be negative, got {num_redundant_experts}")
         if intermediate_size is not None and intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
+        if multiple_of < 1 or (multiple_of > 1 and intermediate_size is None):
+            raise ValueError(f"multiple_of {multiple_of}: must be at least 1, and needs intermediate_size")
         self.num_experts = num_experts
+        self.num_redundant_experts = num_redundant_experts
         self.expert_map = None if expert_map is None else [int(place) for place in expert_map]
-        if self.expert_map is not None and len(self.expert_map) != num_experts:
-            raise ValueError(f"expert_map has {len(self.expert_map)} entries for {num_experts} experts")
+        if self.expert_map is not None and len(self.expert_map) != self._num_ids:
+            raise ValueError(f"expert_map has {len(self.expert_map)} entries for {self._num_ids} experts")
         self.transposed, self.interleaved = transposed, interleaved
-        self.intermediate_size = intermediate_size
+        self.intermediate_size, self.multiple_of = intermediate_size, multiple_of
+
+    @property
+    def _num_ids(self) -> int:
+        return self.num_experts + self.num_redundant_experts
+
+    def _each(self, whole: int, size: int) -> int:
+        """Rows of `I` that each rank keeps, but for the last ones."""
+        return -(-whole // (size * self.multiple_of)) * self.multiple_of
 
     def __call__(
         self,
@@ -76,7 +139,8 @@ class ExpertLoader:
         Args:
             param: As above.
             loaded_weight: `(out, in)` or, transposed, `(in, out)`, or a bias `(out,)`; with
-                `expert_id=None` a dim of `num_experts` before that.
+                `expert_id=None` a dim of `num_experts` before that. Blocks of packed values may have a dim
+                of their own at the end, which the parameter has too or has in its inputs.
             name: The parameter's name.
             shard_id: `"w1"`, `"w2"` or `"w3"`. A weight of twice the rows given as `"w1"` is gate and
                 up in one.
@@ -87,15 +151,16 @@ class ExpertLoader:
 
         Raises:
             ShapeMismatchError: The parameter or the weight doesn't have the shape above.
-            ValueError: Unknown shard id, or an expert id out of range.
+            ValueError: Unknown shard id, an expert id out of range, or a cut inside a block, a group or a
+                packed word.
         """
         name = weight_name(loaded_weight) or name
         if shard_id not in ("w1", "w2", "w3"):
             raise ValueError(f"{name}: unknown shard id {shard_id!r}: expected 'w1', 'w2' or 'w3'")
-        if expert_id is not None and not 0 <= expert_id < self.num_experts:
-            raise ValueError(f"{name}: expert {expert_id} is outside 0..{self.num_experts - 1}")
+        if expert_id is not None and not 0 <= expert_id < self._num_ids:
+            raise ValueError(f"{name}: expert {expert_id} is outside 0..{self._num_ids - 1}")
         places = self._places(param, name)
-        target, weight = param.data, loaded_weight
+        weight = loaded_weight
         if expert_id is None:
             check_shape(
                 name,
@@ -103,18 +168,20 @@ class ExpertLoader:
                 weight,
                 f"the weight doesn't hold {self.num_experts} experts",
             )
-            runs = list(_runs(places))
+            runs = list(_runs(places, self.num_experts))
         else:
             # One expert is the same as all of them where there is one.
             weight = weight.view(1, *weight.shape)
             runs = [] if places[expert_id] < 0 else [(0, places[expert_id], 1)]
-        if self.transposed and param.dim() == 3 and weight.dim() == 3:
-            weight = weight.transpose(1, 2)
+        if not runs:
+            return False
+        layout = layout_of(param, first_dim=1)
+        weight = self._turned(param, weight, layout)
         parts = [
             part
             for first, place, count in runs
             for part in self._parts(
-                target.narrow(0, place, count), weight.narrow(0, first, count), shard_id, name
+                param.data.narrow(0, place, count), weight.narrow(0, first, count), shard_id, layout, name
             )
         ]
         # All padding first: a write beside lazy copies that are only noted would have them made one by one.
@@ -124,20 +191,20 @@ class ExpertLoader:
                 zero(room.narrow(dim, num_real, room.shape[dim] - num_real))
         for room, dim, source in parts:
             copy_checked(room.narrow(dim, 0, source.shape[dim]), source, name)
-        return bool(runs)
+        return True
 
     def _places(self, param: torch.Tensor, name: str) -> list[int]:
         """For each expert its place in the parameter, -1 for those of other ranks."""
         places = self.expert_map
         if places is None:
-            places = list(range(self.num_experts))
+            places = list(range(self._num_ids))
             context = ambient_context()
-            local = compute_local_expert_ids(self.num_experts, context.ep_size, context.ep_rank)
-            if local is not None and param.shape[:1] != (self.num_experts,):
-                places = [-1] * self.num_experts
+            local = compute_local_expert_ids(self._num_ids, context.ep_size, context.ep_rank)
+            if local is not None and param.shape[:1] != (self._num_ids,):
+                places = [-1] * self._num_ids
                 for place, expert in enumerate(sorted(local)):
                     places[expert] = place
-        if param.dim() not in (2, 3) or param.shape[0] != max(places) + 1:
+        if not 1 <= param.dim() <= 4 or param.shape[0] != max(places) + 1:
             raise ShapeMismatchError(
                 name,
                 (max(places) + 1, *param.shape[1:]),
@@ -146,68 +213,169 @@ class ExpertLoader:
             )
         return places
 
-    def _parts(
-        self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str
-    ) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-        """What to copy where, for experts `(count, ...)` that lie side by side in both tensors.
+    def _turned(self, param: torch.Tensor, weight: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Experts' weights in the parameter's orientation."""
+        if weight.dim() == 4 and param.dim() == 3:
+            weight = weight.flatten(2)
+        both = layout.output is not None and layout.input is not None
+        if weight.dim() == 3 and both and self.transposed != layout.inputs_first:
+            weight = weight.transpose(1, 2)
+        return weight
 
-        Returns:
-            `(room, dim, source)`: `source` goes to the front of `room` along `dim`, and may be shorter.
-        """
-        context = ambient_context()
-        rank, size = context.moe_tp_rank, context.moe_tp_size
-        count, cut_to = target.shape[0], f"shape differs (rank {rank} of {size} of each expert)"
+    def _parts(
+        self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, layout: Layout, name: str
+    ) -> list[Part]:
+        """What to copy where, for experts `(count, ...)` that lie side by side in both tensors."""
+        along = layout.input if shard_id == "w2" else layout.output
+        if layout.per_tensor or target.dim() == 1 or self._is_element(target, weight, along):
+            return _elements(target, weight, shard_id, name)
+        if along is None or (shard_id == "w2" and self._is_for_all_inputs(target, weight, along, layout)):
+            return _uncut(target, weight, shard_id, name)
+        if along.dim >= weight.dim():
+            raise ShapeMismatchError(name, tuple(target.shape), tuple(weight.shape))
         if shard_id == "w2":
-            if target.dim() == 2:
-                check_shape(name, target.shape, weight)
-                return [(target, 1, weight)]
-            whole, start, length = self._cut(target.shape[2], rank, size, target, name)
-            check_shape(name, (count, target.shape[1], whole), weight, cut_to)
-            return [(target, 2, weight.narrow(2, start, length))]
-        if target.shape[1] % 2:
+            cut = self._cut(target, weight, along, target.shape[along.dim], 1, name)
+            return [(target, along.dim, cut.of(weight))]
+        return self._gate_and_up(target, weight, shard_id, along, name)
+
+    def _is_element(self, target: torch.Tensor, weight: torch.Tensor, along: Along | None) -> bool:
+        """Whether a weight has one element for each expert, and the parameter, unmarked, one or two."""
+        unmarked = self.intermediate_size != 1 and (along is None or along.unit == 1)
+        return unmarked and target.dim() == 2 and target.shape[1] <= 2 and weight.numel() == weight.shape[0]
+
+    def _is_for_all_inputs(
+        self, target: torch.Tensor, weight: torch.Tensor, along: Along, layout: Layout
+    ) -> bool:
+        """Whether `w2`'s companion has one element for all inputs, however many ranks share them."""
+        alone = target.dim() == weight.dim() and target.shape[along.dim] == weight.shape[along.dim] == 1
+        return alone and (layout.per_channel or (along.unit == 1 and self.intermediate_size != 1))
+
+    def _gate_and_up(
+        self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, along: Along, name: str
+    ) -> list[Part]:
+        dim = along.dim
+        room = -(-target.shape[dim] // 2)
+        is_both = shard_id == "w1" and weight.dim() == target.dim() and self._is_both(weight, along, room)
+        cut = self._cut(target, weight, along, room, 1 + is_both, name)
+        if is_both and cut.num_rows == cut.whole and target.shape == weight.shape:
+            # Nothing is cut: not even where up begins inside a block.
+            return [(target, dim, weight)]
+        if not self.interleaved:
+            cut.check_next(self._each(cut.whole, ambient_context().moe_tp_size))
+        if target.shape[dim] % 2:
             raise ShapeMismatchError(
                 name, tuple(target.shape), tuple(weight.shape), "gate and up of an odd number of rows"
             )
-        rows = target.shape[1] // 2
-        whole, start, length = self._cut(rows, rank, size, target, name)
-        if shard_id == "w1" and weight.dim() == target.dim() and weight.shape[1] == 2 * whole:
-            check_shape(name, (count, 2 * whole, *target.shape[2:]), weight, cut_to)
-            if self.interleaved:
-                return [(target, 1, weight.narrow(1, 2 * start, 2 * length))]
+        if is_both and self.interleaved:
+            return [(target, dim, cut.of(weight, times=2))]
+        halves = target.narrow(dim, 0, room), target.narrow(dim, room, room)
+        if is_both:
             return [
-                (target.narrow(1, 0, rows), 1, weight.narrow(1, start, length)),
-                (target.narrow(1, rows, rows), 1, weight.narrow(1, whole + start, length)),
+                (halves[0], dim, cut.of(weight, more=1)),
+                (halves[1], dim, cut.of(weight, first=cut.whole, more=1)),
             ]
-        check_shape(name, (count, whole, *target.shape[2:]), weight, cut_to)
         second = shard_id == "w3"
-        mine = target[:, int(second) :: 2] if self.interleaved else target.narrow(1, second * rows, rows)
-        return [(mine, 1, weight.narrow(1, start, length))]
+        if not self.interleaved:
+            return [(halves[second], dim, cut.of(weight))]
+        if cut.along.border != 1:
+            raise ValueError(
+                f"{name}: gate and up alternate, so that a {cut.along.what} of {cut.along.border} rows holds "
+                f"both: the checkpoint must have them in one"
+            )
+        every_other = target[(slice(None),) * dim + (slice(int(second), None, 2),)]
+        return [(every_other, dim, cut.of(weight))]
 
-    def _cut(self, room: int, rank: int, size: int, param: torch.Tensor, name: str) -> tuple[int, int, int]:
-        """`I`, and where this rank's part of it starts and how long it is, for a parameter with `room`."""
+    def _is_both(self, weight: torch.Tensor, along: Along, room: int) -> bool:
+        """Whether a weight is gate and up in one, for a parameter with so much room for each."""
+        num_stored = weight.shape[along.dim]
+        whole, size = self.intermediate_size, ambient_context().moe_tp_size
+        if whole is None:
+            return num_stored == 2 * room * size
+        if along.unit == 1 and num_stored not in (whole, 2 * whole):
+            alone, both = along.inferred(whole, num_stored), along.inferred(2 * whole, num_stored)
+            each = self._each(whole, size)
+            return alone.num_stored(each) != room and both.num_stored(each) == room
+        return num_stored == along.num_stored(2 * whole) != along.num_stored(whole)
+
+    def _cut(
+        self, target: torch.Tensor, weight: torch.Tensor, along: Along, room: int, times: int, name: str
+    ) -> _Cut:
+        """This rank's part of `I`, for a parameter with `room` for it and a weight of `times` the whole.
+
+        Raises:
+            ValueError: `I` can't be cut so.
+            ShapeMismatchError: The weight or the parameter has another shape.
+        """
+        context = ambient_context()
+        rank, size = context.moe_tp_rank, context.moe_tp_size
+        who = f"rank {rank} of {size} of each expert"
+        dim, num_stored = along.dim, weight.shape[along.dim]
         whole = self.intermediate_size
         if whole is None:
-            return room * size, rank * room, room
-        each = -(-whole // size)
-        if each > room:
+            whole = room * size if along.unit == 1 else int(Fraction(num_stored, times) * along.unit)
+            if whole % size or (size > 1 and whole // size % along.border):
+                raise ValueError(
+                    f"{name}: {whole} rows in {num_stored // times} {along.what}s of {along.border} can't be "
+                    f"cut into {size} equal parts of whole {along.what}s ({who})"
+                )
+        else:
+            found = along.inferred(times * whole, num_stored)
+            along = found if found.num_stored(self._each(whole, size)) == room else along
+        each = self._each(whole, size)
+        needed = along.num_stored(each)
+        if needed > room:
             raise ShapeMismatchError(
                 name,
                 (room,),
-                (each,),
-                f"a parameter of {list(param.shape)} has no room for its part of the intermediate size "
-                f"{whole} (rank {rank} of {size} of each expert)",
+                (needed,),
+                f"a parameter of {list(target.shape)} has no room for its part of the intermediate size "
+                f"{whole} ({who})",
+            )
+        expected = list(target.shape)
+        expected[dim] = along.num_stored(times * whole)
+        check_shape(name, expected, weight, f"shape differs ({who})")
+        if needed != room and self.intermediate_size is None:
+            raise ShapeMismatchError(
+                name, (needed,), (room,), f"a parameter of {list(target.shape)} has other rows ({who})"
             )
         start = min(rank * each, whole)
-        return whole, start, min(each, whole - start)
+        return _Cut(along, whole, start, min(each, whole - start), room, f"{name}: {who}")
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Local experts as `(first expert, its place, count)`, neighbours on both sides taken together."""
+def _elements(target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str) -> list[Part]:
+    """One element for each expert's tensor: gate and up have one each, or one in common as `"w1"`."""
+    count = target.shape[0]
+    places, values = target.view(count, -1), weight.reshape(weight.shape[0], -1)
+    num_places, num_values = places.shape[1], values.shape[1]
+    if shard_id != "w2" and num_places == 2 and num_values == 1:
+        places = places.narrow(1, int(shard_id == "w3"), 1)
+    elif num_places != num_values or num_places > (1 if shard_id == "w2" else 2) or shard_id == "w3":
+        raise ShapeMismatchError(
+            name,
+            (count,) if shard_id == "w2" else (count, 2),
+            tuple(target.shape),
+            f"one element for each expert's tensors, which the weight {list(weight.shape)} doesn't fit",
+        )
+    return [(places, 1, values)]
+
+
+def _uncut(target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str) -> list[Part]:
+    """The same on each rank of an expert. Gate's stands for up's too, where there is one place for both."""
+    own = weight.shape[1:]
+    if shard_id != "w2" and tuple(target.shape[1:]) == (2, *own):
+        target, shard_id = target.select(1, int(shard_id == "w3")), "w1"
+    check_shape(name, target.shape, weight)
+    return [] if shard_id == "w3" else [(target, 0, weight)]
+
+
+def _runs(places: Sequence[int], num_experts: int) -> Iterator[tuple[int, int, int]]:
+    """Local experts as `(first in the checkpoint, its place, count)`, neighbours on both sides together."""
     first = 0
     while first < len(places):
         count = 1
         if places[first] >= 0:
-            while first + count < len(places) and places[first + count] == places[first] + count:
+            last = first // num_experts * num_experts + num_experts
+            while first + count < min(len(places), last) and places[first + count] == places[first] + count:
                 count += 1
-            yield first, places[first], count
+            yield first % num_experts, places[first], count
         first += count

@@ -87,12 +87,15 @@ class NameTable:
         return []
 
     def _stack(self, name: str) -> list[Route]:
+        """The first parameter that a row leads to, and every part of it that rows say (keys as values)."""
+        routes: list[Route] = []
         for param_name, weight_name, shard_id in self._stacked:
             if weight_name in name:
-                param = name.replace(weight_name, param_name, 1)
-                if param in self._params:
-                    return [Route(param, shard_id)]
-        return []
+                route = Route(name.replace(weight_name, param_name, 1), shard_id)
+                is_first = not routes and route.param in self._params
+                if is_first or (routes and route.param == routes[0].param and route not in routes):
+                    routes.append(route)
+        return routes
 
 
 def module_of(name: str) -> str:

@@ -21,6 +21,9 @@ from raywl.checkpoint.filters import (
     resolve_mm_encoder_only_lm_prefixes,
 )
 from raywl.checkpoint.index import natural_sort_key as _natural_sort_key
+from raywl.iterators.fastsafe import fastsafetensors_weights_iterator
+from raywl.iterators.instant import instanttensor_weights_iterator
+from raywl.iterators.runai import runai_safetensors_weights_iterator
 from raywl.loaders import (
     ExpertLoader,
     MergedColumnLoader,
@@ -82,6 +85,7 @@ __all__ = [
     "download_safetensors_index_file_from_hf",
     "download_weights_from_hf",
     "enable_xet_high_performance",
+    "fastsafetensors_weights_iterator",
     "filter_duplicate_safetensors_files",
     "filter_files_not_needed_for_inference",
     "filter_mm_encoder_only_safetensors_files",
@@ -92,6 +96,7 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
     "initialize_dummy_weights",
     "initialize_single_dummy_weight",
+    "instanttensor_weights_iterator",
     "load_attention_sink",
     "load_padded_attn_sink",
     "make_attention_sink",
@@ -104,6 +109,7 @@ __all__ = [
     "remap_moe_expert_weights",
     "resolve_mm_encoder_only_lm_prefixes",
     "row_parallel_weight_loader",
+    "runai_safetensors_weights_iterator",
     "sharded_weight_loader",
     "should_skip_weight",
 ]

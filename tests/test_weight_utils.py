@@ -23,6 +23,10 @@ resolve_mm_encoder_only_lm_prefixes(language_model_names, *, weights_mapper=None
 filter_mm_encoder_only_safetensors_files(hf_weights_files, hf_folder, index_file, language_model_prefixes, *, weights_mapper=None)
 WeightsMapper(orig_to_new_regex, orig_to_new_substr, orig_to_new_prefix, orig_to_new_suffix)
 
+runai_safetensors_weights_iterator(hf_weights_files, use_tqdm_on_load, is_distributed=False, cpu_weights_group=None, is_shared_cpu_weight=None, process_group=...)
+fastsafetensors_weights_iterator(hf_weights_files, use_tqdm_on_load)
+instanttensor_weights_iterator(hf_weights_files, use_tqdm_on_load, local_expert_ids=None)
+
 _get_available_ram_bytes()
 _get_fs_type(files)
 _get_checkpoints_size_bytes(files)

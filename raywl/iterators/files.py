@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from raywl.checkpoint import FileEntry, Manifest, TensorEntry
 from raywl.checkpoint.index import natural_sort_key
@@ -41,11 +41,22 @@ from raywl.remap.experts import should_skip_weight
 from raywl.sources.local import LocalSource
 from raywl.types import whole_number
 
-__all__ = ["FileWork", "as_expert_ids", "as_paths", "in_order", "open_files", "plan_files"]
+__all__ = [
+    "PATHS",
+    "FileWork",
+    "as_expert_ids",
+    "as_paths",
+    "at_least_1",
+    "find_files",
+    "in_order",
+    "names_once",
+    "open_files",
+    "plan_files",
+]
 
 _HEADER_THREADS = 8
 _COMPARED_BYTES = 4 << 20
-_PATHS = LocalSource("", "")
+PATHS = LocalSource("", "")
 """Names each file by its path, as it was given."""
 
 
@@ -108,6 +119,17 @@ def as_expert_ids(local_expert_ids: Iterable[int] | None) -> frozenset[int] | No
     return frozenset(whole_number("an expert id", id_) for id_ in local_expert_ids)
 
 
+def at_least_1(what: str, value: int) -> int:
+    """`value` as Python's own int.
+
+    Raises:
+        ValueError: It is below 1, or no whole number.
+    """
+    if (number := whole_number(what, value)) < 1:
+        raise ValueError(f"{what} must be at least 1, not {value}")
+    return number
+
+
 def in_order(paths: Iterable[str]) -> list[str]:
     """Paths in the order of every iterator: natural order of base names, then of paths.
 
@@ -141,19 +163,72 @@ def plan_files(paths: Iterable[str], local_expert_ids: frozenset[int] | None = N
         CheckpointError: A dtype that torch has no type for; or two files have different tensors by one name.
         SourceError: A file can't be read.
     """
+    files = find_files(paths)
+    with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
+        works = [
+            replace(work, names=tuple(n for n in work.names if not should_skip_weight(n, local_expert_ids)))
+            for work in pool.map(_work_of, files)
+        ]
+    with open_files(works) as opened:
+        names = names_once(
+            works, lambda name, one, other: _check_same(name, works[one], works[other], opened)
+        )
+    return [replace(work, names=kept) for work, kept in zip(works, names, strict=True)]
+
+
+def find_files(paths: Iterable[str]) -> list[FileEntry]:
+    """The files, in the order of `in_order`, with their sizes and stamps.
+
+    Raises:
+        MissingFileError: Files are absent; all of them are listed.
+        SourceError: A file can't be looked at.
+    """
     ordered = in_order(paths)
-    sizes = [_PATHS.size(path) for path in ordered]
-    if absent := [path for path, size in zip(ordered, sizes, strict=True) if size is None]:
+    sizes = {path: PATHS.size(path) for path in ordered}
+    if absent := [path for path, size in sizes.items() if size is None]:
         folder = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in absent])
         reason = f"{len(absent)} of {len(ordered)} weight files are absent (incomplete download?)"
         raise MissingFileError(folder, absent, reason)
-    with ThreadPoolExecutor(_HEADER_THREADS if len(ordered) > 1 else 1) as pool:
-        works = list(pool.map(_work_of, ordered, sizes))
-    chosen = [
-        replace(work, names=tuple(n for n in work.names if not should_skip_weight(n, local_expert_ids)))
-        for work in works
-    ]
-    return _each_name_once(chosen)
+    return [FileEntry(path, size or 0, stamp=PATHS.stamp(path)) for path, size in sizes.items()]
+
+
+class HasNames(Protocol):
+    """A file that gives tensors."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+def names_once(
+    works: Sequence[HasNames], check_same: Callable[[str, int, int], None]
+) -> list[tuple[str, ...]]:
+    """For each file the names that are given out from it: a name that several files hold, from the first.
+
+    One warning tells of all such names.
+
+    Args:
+        works: In order.
+        check_same: Raises where two files, given by their places, differ in what they hold by a name.
+    """
+    first: dict[str, int] = {}
+    doubled: list[tuple[str, int, int]] = []
+    for place, work in enumerate(works):
+        for name in work.names:
+            if (other := first.setdefault(name, place)) != place:
+                doubled.append((name, other, place))
+    for row in doubled:
+        check_same(*row)
+    if doubled:
+        name, one, two = doubled[0]
+        warnings.warn(
+            f"{len(doubled)} tensors are in several files with equal bytes, and are taken from the first: "
+            f"{name} is in {works[one].path} and {works[two].path}",
+            stacklevel=4,
+        )
+    return [tuple(name for name in work.names if first[name] == place) for place, work in enumerate(works)]
 
 
 def open_files(works: Sequence[FileWork]) -> OpenFiles:
@@ -165,7 +240,7 @@ def open_files(works: Sequence[FileWork]) -> OpenFiles:
     """
     return OpenFiles(
         Manifest(
-            source=_PATHS,
+            source=PATHS,
             files=tuple(work.file for work in works),
             tensors={},
             identity="",
@@ -174,11 +249,10 @@ def open_files(works: Sequence[FileWork]) -> OpenFiles:
     )
 
 
-def _work_of(path: str, size: int) -> FileWork:
-    file = FileEntry(path, size, stamp=_PATHS.stamp(path))
-    header = read_one(_PATHS, file)
+def _work_of(file: FileEntry) -> FileWork:
+    header = read_one(PATHS, file)
     return FileWork(
-        path=path,
+        path=file.name,
         names=tuple(sorted(header.tensors)),
         entries=header.tensors,
         metadata=header.metadata,
@@ -186,27 +260,6 @@ def _work_of(path: str, size: int) -> FileWork:
             data_start=header.data_start, header_sha256=header.digest, header_spans=header.spans
         ),
     )
-
-
-def _each_name_once(works: list[FileWork]) -> list[FileWork]:
-    first: dict[str, FileWork] = {}
-    doubled: list[tuple[str, FileWork, FileWork]] = []
-    for work in works:
-        for name in work.names:
-            if (other := first.setdefault(name, work)) is not work:
-                doubled.append((name, other, work))
-    if not doubled:
-        return works
-    with open_files(works) as files:
-        for name, one, other in doubled:
-            _check_same(name, one, other, files)
-    name, one, other = doubled[0]
-    warnings.warn(
-        f"{len(doubled)} tensors are in several files with equal bytes, and are taken from the first: "
-        f"{name} is in {one.path} and {other.path}",
-        stacklevel=3,
-    )
-    return [replace(work, names=tuple(name for name in work.names if first[name] is work)) for work in works]
 
 
 def _check_same(name: str, one: FileWork, other: FileWork, files: OpenFiles) -> None:

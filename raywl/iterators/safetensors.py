@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raywl.iterators.files import FileWork, as_expert_ids, as_paths, plan_files
+from raywl.iterators.files import FileWork, as_expert_ids, as_paths, at_least_1, plan_files
 from raywl.iterators.pool import FilePool
 from raywl.iterators.reading import read_file, read_lazily
 from raywl.iterators.tally import Tally
@@ -24,7 +24,6 @@ from raywl.node.prefetch import (
     should_prefetch,
 )
 from raywl.readers import choose_num_threads
-from raywl.types import whole_number
 
 __all__ = [
     "LOAD_STRATEGIES",
@@ -83,8 +82,8 @@ def safetensors_weights_iterator(
             changed meanwhile; pieces of `torchao` tensors that belong to nothing.
     """
     paths, ids = as_paths(hf_weights_files), as_expert_ids(local_expert_ids)
-    num_threads = _at_least_1("safetensors_prefetch_num_threads", safetensors_prefetch_num_threads)
-    block_bytes = _at_least_1("safetensors_prefetch_block_size", safetensors_prefetch_block_size)
+    num_threads = at_least_1("safetensors_prefetch_num_threads", safetensors_prefetch_num_threads)
+    block_bytes = at_least_1("safetensors_prefetch_block_size", safetensors_prefetch_block_size)
     if safetensors_load_strategy is None or safetensors_load_strategy in ("lazy", "prefetch"):
         asked = {None: None, "lazy": False, "prefetch": True}[safetensors_load_strategy]
         return _lazy(
@@ -127,7 +126,7 @@ def multi_thread_safetensors_weights_iterator(
         As `safetensors_weights_iterator`.
     """
     paths, ids = as_paths(hf_weights_files), as_expert_ids(local_expert_ids)
-    return _by_threads(paths, use_tqdm_on_load, _at_least_1("max_workers", max_workers), ids)
+    return _by_threads(paths, use_tqdm_on_load, at_least_1("max_workers", max_workers), ids)
 
 
 def convert_pyslice_to_tensor(x: Any) -> torch.Tensor:
@@ -148,12 +147,6 @@ def convert_pyslice_to_tensor(x: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f'expected a slice of a file opened with framework="pt", which gives {type(tensor)}')
     return tensor
-
-
-def _at_least_1(what: str, value: int) -> int:
-    if (number := whole_number(what, value)) < 1:
-        raise ValueError(f"{what} must be at least 1, not {value}")
-    return number
 
 
 def _lazy(

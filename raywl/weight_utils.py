@@ -5,6 +5,7 @@ Nothing is defined here. What is gathered, and where it lives:
 - files and locks: `atomic_writer`, `get_lock` (`raywl.locks`);
 - which files hold the weights: the `filter_*` functions, `resolve_mm_encoder_only_lm_prefixes`
   (`raywl.checkpoint.filters`), `WeightsMapper` (`raywl.remap.mapper`);
+- iterators over weight files (`raywl.iterators`);
 - page cache and memory (`raywl.node`);
 - expert parallelism, names of KV-cache scales and of experts (`raywl.remap`);
 - loaders, attention sinks and dummy weights (`raywl.loaders`).
@@ -24,6 +25,13 @@ from raywl.checkpoint.index import natural_sort_key as _natural_sort_key
 from raywl.iterators.fastsafe import fastsafetensors_weights_iterator
 from raywl.iterators.instant import instanttensor_weights_iterator
 from raywl.iterators.runai import runai_safetensors_weights_iterator
+from raywl.iterators.np_cache import np_cache_weights_iterator
+from raywl.iterators.pt import multi_thread_pt_weights_iterator, pt_weights_iterator
+from raywl.iterators.safetensors import (
+    convert_pyslice_to_tensor,
+    multi_thread_safetensors_weights_iterator,
+    safetensors_weights_iterator,
+)
 from raywl.loaders import (
     ExpertLoader,
     MergedColumnLoader,
@@ -80,6 +88,7 @@ __all__ = [
     "atomic_writer",
     "composed_weight_loader",
     "compute_local_expert_ids",
+    "convert_pyslice_to_tensor",
     "default_weight_loader",
     "determine_expert_map",
     "download_safetensors_index_file_from_hf",
@@ -103,13 +112,18 @@ __all__ = [
     "make_expert_params_mapping",
     "maybe_remap_kv_scale_name",
     "maybe_remap_moe_expert_param_name",
+    "multi_thread_pt_weights_iterator",
+    "multi_thread_safetensors_weights_iterator",
+    "np_cache_weights_iterator",
     "parse_expert_id",
+    "pt_weights_iterator",
     "record_checkpoint_files",
     "release_checkpoint_page_cache",
     "remap_moe_expert_weights",
     "resolve_mm_encoder_only_lm_prefixes",
     "row_parallel_weight_loader",
     "runai_safetensors_weights_iterator",
+    "safetensors_weights_iterator",
     "sharded_weight_loader",
     "should_skip_weight",
 ]

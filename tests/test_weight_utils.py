@@ -27,6 +27,13 @@ runai_safetensors_weights_iterator(hf_weights_files, use_tqdm_on_load, is_distri
 fastsafetensors_weights_iterator(hf_weights_files, use_tqdm_on_load)
 instanttensor_weights_iterator(hf_weights_files, use_tqdm_on_load, local_expert_ids=None)
 
+safetensors_weights_iterator(hf_weights_files, use_tqdm_on_load, safetensors_load_strategy=None, local_expert_ids=None, *, safetensors_prefetch_num_threads=8, safetensors_prefetch_block_size=16 << 20)
+multi_thread_safetensors_weights_iterator(hf_weights_files, use_tqdm_on_load, max_workers=4, local_expert_ids=None)
+pt_weights_iterator(hf_weights_files, use_tqdm_on_load, pt_load_map_location="cpu")
+multi_thread_pt_weights_iterator(hf_weights_files, use_tqdm_on_load, pt_load_map_location="cpu", max_workers=4)
+np_cache_weights_iterator(model_name_or_path, cache_dir, hf_folder, hf_weights_files, use_tqdm_on_load)
+convert_pyslice_to_tensor(x)
+
 _get_available_ram_bytes()
 _get_fs_type(files)
 _get_checkpoints_size_bytes(files)

@@ -123,6 +123,10 @@ class _Machine:
             stack.append(_PLAIN[name])
         elif name == "GLOBAL":
             stack.append(self._global(*argument.split(" ", 1)))
+        elif name == "INST":
+            # A call by itself. What it calls is told, in case it is let in nowhere.
+            self._global(*argument.split(" ", 1))
+            raise _Bad("has the opcode INST, which no state dict needs")
         else:
             handler = getattr(self, f"_op_{name.lower()}", None)
             if handler is not None:

@@ -31,6 +31,8 @@ class _Ranges(io.RawIOBase):
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
         super().__init__()
         self._read, self._size, self._at = read, size, 0
+        self.failure: OSError | None = None
+        """Why bytes couldn't be read; the library would take it for an archive that is damaged."""
 
     def seekable(self) -> bool:
         return True
@@ -44,7 +46,7 @@ class _Ranges(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
-            raise ValueError("a position before the file's start")
+            raise OSError("a position before the file's start")
         self._at = base + offset
         return self._at
 
@@ -52,7 +54,11 @@ class _Ranges(io.RawIOBase):
         end = self._size if size is None or size < 0 else min(self._at + size, self._size)
         if end - self._at > MAX_HEADER_BYTES:
             raise ValueError(f"a directory of {end - self._at} bytes is over the limit of {MAX_HEADER_BYTES}")
-        data = self._read(self._at, end) if end > self._at else b""
+        try:
+            data = self._read(self._at, end) if end > self._at else b""
+        except OSError as error:
+            self.failure = error
+            raise
         self._at += len(data)
         return data
 
@@ -71,10 +77,13 @@ class Archive:
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, *, path: str) -> None:
         self._read, self._size, self._path = read, size, path
+        file = _Ranges(read, size)
         try:
-            with zipfile.ZipFile(_Ranges(read, size)) as archive:
+            with zipfile.ZipFile(file) as archive:
                 members, self.directory_start = archive.infolist(), archive.start_dir
         except zipfile.BadZipFile as error:
+            if file.failure is not None:
+                raise file.failure from None
             raise self._error(
                 None,
                 f"starts as a zip archive, but its directory at the end can't be read ({error}): "

@@ -43,7 +43,7 @@ READABLE = frozenset(
 _CPU_FILES = "RUNAI_CPU_WEIGHT_FILES"
 """Base names, with commas between, of the files to be read to the CPU; after `RAYWL_` or `VLLM_`."""
 _CPU_LIMIT = "RUNAI_CPU_MEMORY_LIMIT"
-"""Bytes that the library may take for them; likewise. By default as much as the file has, which is held anyway."""
+"""Bytes that the library may take for them; likewise. By default as much as the file has: it is held anyway."""
 
 _LIMIT = "RUNAI_STREAMER_MEMORY_LIMIT"
 _DEFAULT_LIMIT = 40_000_000_000

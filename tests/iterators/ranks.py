@@ -1,7 +1,8 @@
-"""Ranks in processes of their own, over gloo on this machine, for tests of what one rank does to the others."""
+"""Ranks in processes of their own, over gloo on this machine: what does one of them do to the others?"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -55,8 +56,8 @@ def run_ranks(
         size: Number of ranks.
         args: Passed on.
         env: For all of them.
-        store: `"apart"`: the group's store is in this process, as with an agent that starts ranks; `"rank 0"`:
-            it is in rank 0, and gone with it.
+        store: `"apart"`: the group's store is in this process, as with an agent that starts ranks;
+            `"rank 0"`: it is in rank 0, and gone with it.
     """
     import torch.distributed as dist
 
@@ -125,8 +126,6 @@ def _rank(
         outcome.error.__traceback__ = None
     pipe.send(outcome)
     # Until the test has heard from all ranks, or is gone.
-    try:
+    with contextlib.suppress(EOFError):
         pipe.recv()
-    except EOFError:
-        pass
     os._exit(0)

@@ -24,9 +24,9 @@ from raywl.checkpoint.filters import (
 from raywl.checkpoint.index import natural_sort_key as _natural_sort_key
 from raywl.iterators.fastsafe import fastsafetensors_weights_iterator
 from raywl.iterators.instant import instanttensor_weights_iterator
-from raywl.iterators.runai import runai_safetensors_weights_iterator
 from raywl.iterators.np_cache import np_cache_weights_iterator
 from raywl.iterators.pt import multi_thread_pt_weights_iterator, pt_weights_iterator
+from raywl.iterators.runai import runai_safetensors_weights_iterator
 from raywl.iterators.safetensors import (
     convert_pyslice_to_tensor,
     multi_thread_safetensors_weights_iterator,
@@ -53,6 +53,7 @@ from raywl.node.page_cache import record_checkpoint_files, release_checkpoint_pa
 from raywl.node.prefetch import checkpoints_size_bytes as _get_checkpoints_size_bytes
 from raywl.node.prefetch import prefetch_all_checkpoints as _prefetch_all_checkpoints
 from raywl.node.prefetch import prefetch_checkpoint as _prefetch_checkpoint
+from raywl.quant import get_quant_config, get_sparse_attention_config, register_quantization_config
 from raywl.remap.experts import (
     compute_local_expert_ids,
     determine_expert_map,
@@ -67,6 +68,7 @@ from raywl.remap.moe_names import (
     maybe_remap_moe_expert_param_name,
     remap_moe_expert_weights,
 )
+from raywl.sources.modelscope import maybe_download_from_modelscope
 from raywl.sources.snapshots import (
     download_safetensors_index_file_from_hf,
     download_weights_from_hf,
@@ -101,6 +103,8 @@ __all__ = [
     "filter_safetensors_files_by_weight_name",
     "get_lock",
     "get_moe_expert_mapping",
+    "get_quant_config",
+    "get_sparse_attention_config",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "initialize_dummy_weights",
@@ -110,6 +114,7 @@ __all__ = [
     "load_padded_attn_sink",
     "make_attention_sink",
     "make_expert_params_mapping",
+    "maybe_download_from_modelscope",
     "maybe_remap_kv_scale_name",
     "maybe_remap_moe_expert_param_name",
     "multi_thread_pt_weights_iterator",
@@ -118,6 +123,7 @@ __all__ = [
     "parse_expert_id",
     "pt_weights_iterator",
     "record_checkpoint_files",
+    "register_quantization_config",
     "release_checkpoint_page_cache",
     "remap_moe_expert_weights",
     "resolve_mm_encoder_only_lm_prefixes",

@@ -11,6 +11,10 @@ EMPTY = inspect.Parameter.empty
 CONTRACT = """
 atomic_writer(filepath, mode="w", encoding=None)
 get_lock(model_name_or_path, cache_dir=None)
+maybe_download_from_modelscope(model, revision=None, download_dir=None, ignore_patterns=None, allow_patterns=None)
+get_quant_config(model_config, load_config)
+register_quantization_config(name, cls)
+get_sparse_attention_config(model_config, load_config, sparse_attention_config_filename="sparse_attention_config.json")
 enable_xet_high_performance()
 download_weights_from_hf(model_name_or_path, cache_dir, allow_patterns, revision=None, subfolder=None, ignore_patterns=None)
 download_safetensors_index_file_from_hf(model_name_or_path, index_file, cache_dir, subfolder=None, revision=None)

@@ -13,7 +13,7 @@ LAYERS = [
     {"locks", "node", "progress"},
     {"sources"},
     {"checkpoint", "parameters"},
-    {"html", "remap", "coordination"},
+    {"html", "remap", "coordination", "quant"},
     {"loaders", "report"},
     {"plan"},
     {"readers", "tables"},
@@ -30,7 +30,7 @@ LAYERS = [
 """From the bottom up; parts of one layer may import each other only as `SIDEWAYS` says."""
 
 SIDEWAYS = {("opening", "verifying")}
-LIGHT = ["checkpoint", "coordination", "errors", "locks", "node", "plan", "sources", "text", "types"]
+LIGHT = ["checkpoint", "coordination", "errors", "locks", "node", "plan", "quant", "sources", "text", "types"]
 """Parts that import neither torch nor ray, so that planning and inspecting start at once."""
 
 

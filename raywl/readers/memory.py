@@ -36,9 +36,9 @@ def can_convert(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether torch can copy elements of one dtype into another; tried, since it has no list of it."""
     if source == target:
         return True
-    one = torch.zeros(8, dtype=torch.uint8, device="cpu")
+    one = torch.zeros(16, dtype=torch.uint8, device="cpu")
     try:
-        torch.empty(8, dtype=torch.uint8, device="cpu").view(target)[:1].copy_(one.view(source)[:1])
+        torch.empty(16, dtype=torch.uint8, device="cpu").view(target)[:1].copy_(one.view(source)[:1])
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -42,6 +42,8 @@ class _Place(NamedTuple):
     fused: FusedPart | None
 
 
+_NUM_HINTS = 3
+"""Tensors without a place that near names are looked for."""
 _BYTE_CODED = ("uint8", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 
@@ -72,6 +74,8 @@ class Binding:
         self.file_order = {file.name: index for index, file in enumerate(checkpoint.files)}
         self.unexpected: list[str] = []
         """Tensors that have no place in the model."""
+        self.nearest: dict[str, list[str]] = {}
+        """Parameters that are called almost like one of the first of these."""
         self.skipped: dict[str, str] = {}
         """Tensors that are left out, and why."""
         self.used: set[str] = set()
@@ -160,6 +164,8 @@ class Binding:
             self.skipped[name] = f"no place on stage {self.context.pp_rank} of {self.context.pp_size}"
         else:
             self.unexpected.append(name)
+            if len(self.unexpected) <= _NUM_HINTS and (close := self._names.nearest(mapped)):
+                self.nearest[name] = close
 
     # Shapes and memory.
 

@@ -239,13 +239,13 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
 def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> None:
     where = root(binding.checkpoint.source)
     if report.unexpected:
-        text = (
-            f"{len(report.unexpected)} tensors of {report.ref} have no place in the model: "
-            f"{some_of(report.unexpected)}"
-        )
+        near = [f"{name} is near to {' and '.join(close)}" for name, close in binding.nearest.items()]
+        hint = f" ({'; '.join(near)})" if near else ""
         if strict == "exact":
-            raise MissingWeightsError(where, report.unexpected, "tensors that have no place in the model")
-        warnings.warn(text, stacklevel=4)
+            reason = f"tensors that have no place in the model{hint}"
+            raise MissingWeightsError(where, report.unexpected, reason)
+        text = f"{len(report.unexpected)} tensors of {report.ref} have no place in the model"
+        warnings.warn(f"{text}{hint}: {some_of(report.unexpected)}", stacklevel=4)
     if report.unused_shards and report.context.pp_size == 1:
         unused = some_of(report.unused_shards)
         warnings.warn(f"shards match no parameter that they could cut: {unused}", stacklevel=4)

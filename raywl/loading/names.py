@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from raywl.loading.hf import FusedPart
 
 __all__ = ["NameTable", "Route"]
+
+_FEW = 2000
+"""Up to so many parameters are all looked through for one that is called almost like a name."""
 
 
 class Route(NamedTuple):
@@ -61,6 +65,25 @@ class NameTable:
             if routes:
                 return routes
         return []
+
+    def nearest(self, name: str) -> list[str]:
+        """Parameters that are called almost as a tensor without a place would be, at most three."""
+        tried = [name, *self._replaced(name)]
+        close: dict[str, None] = {}
+        for candidate in tried:
+            siblings = [param for param in self._params if module_of(param) == module_of(candidate)]
+            few = siblings or (list(self._params) if len(self._params) <= _FEW else [])
+            close |= dict.fromkeys(get_close_matches(candidate, few, n=3))
+        return list(close)[:3]
+
+    def _replaced(self, name: str) -> Iterable[str]:
+        """What the rows of stacked parameters and experts make of a name, whether or not there is such."""
+        for param_name, weight_name, _ in self._stacked:
+            if weight_name in name:
+                yield name.replace(weight_name, param_name, 1)
+        for weight_name, rows in self._experts.items():
+            if weight_name in name:
+                yield name.replace(weight_name, rows[0][0], 1)
 
     def _spellings(self, name: str) -> Iterable[str]:
         yield name

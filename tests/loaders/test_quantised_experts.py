@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import raywl
 from raywl import ParallelContext
-from raywl.errors import ShapeMismatchError
+from raywl.errors import MissingWeightsError, ShapeMismatchError
 from raywl.loaders import ExpertLoader
 from raywl.readers import OpenFiles
 from raywl.remap.experts import (
@@ -439,6 +439,21 @@ def test_names_of_experts_reach_their_parameters(tmp_path):
     assert torch.equal(w13[:4], tensors["experts.0.w1.weight"])
     assert torch.equal(w13[4:], tensors["experts.0.w3.weight"])
     assert torch.equal(model.experts.w2_qweight[0], tensors["experts.0.w2.qweight"])
+
+
+def test_an_unknown_suffix_names_the_nearest_parameters(tmp_path):
+    """C19: an error under `strict="exact"`, else a warning, either with what was tried and what there is."""
+    tensors = {f"experts.0.{name}": torch.zeros(4, 3) for name in ("w1.weight", "w3.weight", "w1.wieght")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = Experts(w13_weight=torch.nn.Parameter(torch.zeros(1, 8, 3)))
+    model.experts.w13_weight.weight_loader = ExpertLoader(1)
+    mapping = make_expert_params_mapping("w1", "w2", "w3", 1)
+    told = r"experts\.0\.w1\.wieght.*experts\.w13_weight"
+    with pytest.warns(UserWarning, match=told):
+        report = raywl.load_into(model, tmp_path, expert_mapping=mapping)
+    assert report.unexpected == ["experts.0.w1.wieght"]
+    with pytest.raises(MissingWeightsError, match=told):
+        raywl.load_into(model, tmp_path, expert_mapping=mapping, strict="exact")
 
 
 @settings(deadline=None, max_examples=40)

@@ -7,6 +7,7 @@ the folder from that.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -19,9 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raywl.errors import RaywlError
+from raywl.errors import MissingFileError, RaywlError
 from raywl.sources.hub import is_offline
 from raywl.sources.modelscope_errors import modelscope_error, needs_modelscope
+from raywl.sources.selection import INDEX_NAME, indexed_files
 
 __all__ = ["maybe_download_from_modelscope"]
 
@@ -62,6 +64,7 @@ def maybe_download_from_modelscope(
         ImportError: The `modelscope` package isn't installed; the message names the extra.
         NotFoundError: There is no such repository or revision.
         AuthError, OfflineError, SourceError: ModelScope refuses, isn't to be asked, or fails.
+        MissingFileError: Offline, and the cached folder lacks files that its index names.
         LockError: Another process held the lock for an hour, or there can be none.
     """
     if not any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in _SWITCHES):
@@ -174,7 +177,10 @@ def _call(
 
     def download() -> str:
         try:
-            return os.fspath(snapshot_download(**told))
+            path: str = os.fspath(snapshot_download(**told))
+            if told["local_files_only"]:
+                _check_whole(path, told.get("allow_patterns"), told.get("ignore_patterns"))
+            return path
         except RaywlError:
             raise
         except Exception as error:
@@ -187,6 +193,33 @@ def _call(
             raise told_error from None
 
     return download, digest
+
+
+def _check_whole(folder: str, allow_patterns: list[str] | None, ignore_patterns: list[str] | None) -> None:
+    """Whether a cached folder has the files that its index names, as far as they are asked for.
+
+    Raises:
+        MissingFileError: Some are absent. The client gives a folder back whatever is in it.
+    """
+    try:
+        with open(os.path.join(folder, INDEX_NAME), "rb") as file:
+            indexed = indexed_files(file.read())
+    except OSError:
+        return
+    missing = [
+        name
+        for name in sorted(indexed or ())
+        if (allow_patterns is None or any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns))
+        and not any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns or ())
+        and not os.path.isfile(os.path.join(folder, name))
+    ]
+    if missing:
+        raise MissingFileError(
+            folder,
+            missing,
+            f"working offline, and {len(missing)} files that {INDEX_NAME} names are absent from the cache "
+            "(incomplete download? run once online)",
+        )
 
 
 def _client(name: str) -> Callable[..., Any]:

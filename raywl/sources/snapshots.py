@@ -204,7 +204,7 @@ class _Choice:
     ignored: tuple[str, ...]
 
     def without_ignored(self, pin: HubPin, names: list[str]) -> list[str]:
-        from huggingface_hub.utils import filter_repo_objects
+        from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
         return list(
             filter_repo_objects(

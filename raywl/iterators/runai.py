@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ READABLE = frozenset(
 _CPU_FILES = "RUNAI_CPU_WEIGHT_FILES"
 """Base names, with commas between, of the files to be read to the CPU; after `RAYWL_` or `VLLM_`."""
 _CPU_LIMIT = "RUNAI_CPU_MEMORY_LIMIT"
-"""Bytes that the library may take for them; likewise. By default as much as the file has: it is held anyway."""
+"""Bytes that the library may take for them; likewise. By default what the file takes: it is held anyway."""
 
 _LIMIT = "RUNAI_STREAMER_MEMORY_LIMIT"
 _DEFAULT_LIMIT = 40_000_000_000
@@ -325,10 +326,15 @@ class _Streamer(contextlib.AbstractContextManager["_Streamer"]):
             with _memory_limit(limit):
                 self._streamer.stream_files([work.path], device=device, is_distributed=shares)
                 return dict(self._streamer.get_tensors())
-        except RuntimeError as error:
-            # The library's own errors are of another class: this is another rank that has gone.
-            if not shares or self._readers is None or isinstance(error, torch.OutOfMemoryError):
+        except Exception as error:
+            if self._readers is None or not shares:
                 raise
+            # Its frames hold the library's process group, whose connections close with the last reference to
+            # it: while somebody keeps the error, the others would wait for this rank.
+            traceback.clear_frames(error.__traceback__)
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # The library's own errors are of another class: this is another rank that has gone.
             raise self._readers.lost(error) from error
 
     def __exit__(self, *error: Any) -> None:

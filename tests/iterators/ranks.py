@@ -15,7 +15,7 @@ from typing import Any
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "safetensors.torch", "runai_model_streamer", "raywl.weight_utils"]
+    ["fastsafetensors", "runai_model_streamer", "safetensors.torch", "raywl.weight_utils"]
 )
 _IN_TIME_S = 40.0
 """For a whole scenario on a busy machine; what waits for a rank that is gone waits for 30 minutes."""

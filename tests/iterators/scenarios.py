@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,12 +71,15 @@ def runai(rank: int, files: dict[int, list[str]], options: dict[str, Any]) -> li
     """Iterates through runai-model-streamer.
 
     Options:
-        env: By rank, beside that of all.
-        cpu, world: Whether the group is given as `cpu_weights_group`, as `process_group`.
+        own_env: By rank, beside that of all.
+        lacks: Ranks without the library.
+        cpu: Whether the world is given as `cpu_weights_group`.
         shared: By rank, names that are said to be shared; `is_shared` without it.
         at: `{(rank, name): what}`: what a rank does once it has a tensor.
     """
-    os.environ.update(options.get("env", {}).get(rank, {}))
+    os.environ.update(options.get("own_env", {}).get(rank, {}))
+    if rank in options.get("lacks", ()):
+        sys.modules["runai_model_streamer"] = None  # type: ignore[assignment]
     shared = options.get("shared", {}).get(rank)
     iterator = weight_utils.runai_safetensors_weights_iterator(
         files.get(rank, files.get(-1)),
@@ -105,15 +109,15 @@ def _consume(rank: int, iterator: Iterator[tuple[str, torch.Tensor]], at: dict[A
     return rows
 
 
-def runai_alone(rank: int, path: str, group: str) -> tuple[list[str], str | None]:
+def runai_alone(rank: int, path: str, group: str) -> list[str]:
     """Only rank 1 iterates, with a `process_group` that leaves the other out."""
     pair = dist.new_group([1, 2]) if group == "pair" else None
     if rank == 0 or (group == "none" and rank == 2):
-        return [], None
+        return []
     iterator = weight_utils.runai_safetensors_weights_iterator(
         [path], False, is_distributed=True, process_group=pair
     )
-    return [name for name, _ in iterator], None
+    return [name for name, _ in iterator]
 
 
 def shares_reads(rank: int, files: list[str]) -> tuple[list[Row], list[bool]]:
@@ -130,3 +134,18 @@ def shares_reads(rank: int, files: list[str]) -> tuple[list[Row], list[bool]]:
     SafetensorsStreamer.get_tensors = get_tensors
     iterator = weight_utils.runai_safetensors_weights_iterator(files, False, is_distributed=True)
     return _consume(rank, iterator, {}), shared
+
+
+def fastsafe(rank: int, files: list[str]) -> tuple[list[str], list[tuple[str, bool]]]:
+    """Rank 1 iterates through fastsafetensors, on a machine that has a GPU as far as it sees."""
+    import fastsafetensors
+
+    from tests.iterators.test_fastsafe import OnACard
+
+    OnACard.take_the_place()
+    fastsafetensors.SafeTensorsFileLoader = OnACard
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    if rank == 0:
+        return [], []
+    return [name for name, _ in weight_utils.fastsafetensors_weights_iterator(files, False)], OnACard.made

@@ -47,7 +47,8 @@ def instanttensor_weights_iterator(
 
     One file is held at a time; files come in natural order, the tensors of a file by name. All ranks of the
     default process group read together, each file once, unless one of them leaves out experts of this
-    checkpoint: then each reads for itself just what it wants.
+    checkpoint: then each reads for itself just what it wants. Ranks that read together get an error at once
+    when one of them fails or stops between two files; inside a file they wait in NCCL, until its timeout.
 
     Args:
         hf_weights_files: Safetensors files.
@@ -118,7 +119,8 @@ class _Reader:
         # A filter is for lone ranks only; ranks that read together leave out the same names afterwards.
         names = list(work.names) if self._group is None and work.left_out else None
         if self._ranks is not None:
-            self._ranks.check()
+            # Where one of them can't begin, none does: in the library they would wait for it.
+            self._ranks.gather("begins")
         try:
             with self._library.safe_open(
                 [work.path],

@@ -149,3 +149,22 @@ def fastsafe(rank: int, files: list[str]) -> tuple[list[str], list[tuple[str, bo
     if rank == 0:
         return [], []
     return [name for name, _ in weight_utils.fastsafetensors_weights_iterator(files, False)], OnACard.made
+
+
+def instant(
+    rank: int, files: dict[int, list[str]], ids: dict[int, list[int]], at: dict[Any, str]
+) -> tuple[list[str], list[bool]]:
+    """Iterates with a stand-in for instanttensor; the names, and which files were read with the others.
+
+    Args:
+        rank: This one.
+        files: By rank, -1 for all others.
+        ids: Local experts by rank.
+        at: As for `runai`.
+    """
+    from tests.iterators.test_instant import put_in_place
+
+    opened = put_in_place()
+    iterator = weight_utils.instanttensor_weights_iterator(files.get(rank, files[-1]), False, ids.get(rank))
+    names = [name for name, *_ in _consume(rank, iterator, at)]
+    return names, [call["group"] is not None for call in opened.calls]

@@ -139,8 +139,11 @@ def in_order(paths: Iterable[str]) -> list[str]:
     places: dict[str, str] = {}
     twice = []
     for path in ordered:
-        if places.setdefault(os.path.realpath(path), path) is not path:
+        place = os.path.realpath(path)
+        if place in places:
             twice.append(path)
+        else:
+            places[place] = path
     if twice:
         warnings.warn(f"files given twice are read once: {some_of(twice)}", stacklevel=3)
     return list(places.values())

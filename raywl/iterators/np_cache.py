@@ -21,6 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1
 _LOCK_S = 3600.0
 _STALE_S = 24 * 3600.0
+_SYNC_THREADS = 8
+"""Disks write out many small files together if they are asked for at once."""
 _FOLDER = re.compile(r"dump-(?P<host>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _OWN = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -237,6 +240,17 @@ def _dump_all(folder: str, paths: list[str], use_tqdm_on_load: bool) -> Iterator
         tally.add(tensor.nbytes)
     # Headers and padding are no tensors.
     tally.add(total - tally.bytes_read)
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        list(pool.map(_flush, (entry.path for entry in os.scandir(folder))))
+
+
+def _flush(path: str) -> None:
+    """Sees to it that a file is on the disk before the index says that it is whole."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _dump_one(path: str, name: str, tensor: torch.Tensor) -> _Row:
@@ -248,8 +262,6 @@ def _dump_one(path: str, name: str, tensor: torch.Tensor) -> _Row:
         plain = plain.view(-1).view(_UNSIGNED[dtype.itemsize]).view(shape)
     with open(path, "xb") as file:
         np.save(file, plain.numpy(), allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
         return _Row(name, str(dtype).removeprefix("torch."), shape, tensor.nbytes, file.tell())
 
 

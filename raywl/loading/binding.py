@@ -82,6 +82,8 @@ class Binding:
         """Tensors of which something was copied."""
         self.routed: set[str] = set()
         """First names of targets that a tensor is bound to."""
+        self.computed: frozenset[str] = frozenset()
+        """First names of targets that hold something else than copies; known after `record`."""
         self.notes: list[str] = []
         self.was_meta = {name for target in self.targets if target.is_meta for name in target.names}
         """Names of targets that had no memory before."""

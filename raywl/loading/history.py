@@ -1,37 +1,52 @@
-"""What live models were loaded from, so that a reload can tell another architecture."""
+"""What live models were loaded from: by it a reload tells another architecture, and saving goes back."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from raywl.checkpoint import Manifest
+from raywl.checkpoint import Manifest, TensorEntry
 from raywl.checkpoint.manifest import root
 from raywl.errors import CheckpointError, MissingWeightsError
+from raywl.plan import LoadPlan
 from raywl.report import LoadReport
 
-__all__ = ["check_same_architecture", "note_loaded"]
+__all__ = ["LastLoad", "check_same_architecture", "last_load", "note_loaded"]
 
 _CODES = {"BOOL", "U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 """Dtypes whose values mean something only together with scales, or with a table."""
 
 
-class _Loaded(NamedTuple):
+class LastLoad(NamedTuple):
+    """What is remembered of a model's last load."""
+
     homeless: frozenset[str]
     """Tensors that had no place in the model."""
-    dtypes: dict[str, str]
-    """Dtype of every tensor, as the checkpoint had it."""
+    tensors: Mapping[str, TensorEntry]
+    """All that the checkpoint had."""
+    plan: LoadPlan | None
+    """The copies that brought them into the model."""
+    computed: frozenset[str]
+    """Parameters and buffers that hold something else than the copies, computed by loaders."""
 
 
-_LOADED: WeakKeyDictionary[nn.Module, _Loaded] = WeakKeyDictionary()
+_NOTHING = LastLoad(frozenset(), {}, None, frozenset())
+_LOADED: WeakKeyDictionary[nn.Module, LastLoad] = WeakKeyDictionary()
 
 
-def note_loaded(model: nn.Module, manifest: Manifest, report: LoadReport) -> None:
-    """Notes what a model was loaded from."""
-    dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-    _LOADED[model] = _Loaded(frozenset(report.unexpected), dtypes)
+def note_loaded(
+    model: nn.Module, manifest: Manifest, report: LoadReport, computed: frozenset[str] = frozenset()
+) -> None:
+    """Notes what a model was loaded from, and what of it its loaders computed."""
+    _LOADED[model] = LastLoad(frozenset(report.unexpected), manifest.tensors, report.plan, computed)
+
+
+def last_load(model: nn.Module) -> LastLoad | None:
+    """What is remembered of a model's last load; `None` for one that raywl hasn't loaded."""
+    return _LOADED.get(model)
 
 
 def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadReport) -> None:
@@ -44,7 +59,7 @@ def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadRe
         MissingWeightsError: Tensors have no place that the last checkpoint didn't have either.
         CheckpointError: A tensor has turned from numbers into codes, or back.
     """
-    last = _LOADED.get(model, _Loaded(frozenset(), {}))
+    last = _LOADED.get(model, _NOTHING)
     where = root(manifest.source)
     more = sorted(set(report.unexpected) - last.homeless)
     if more:
@@ -56,7 +71,7 @@ def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadRe
     for name in report.loaded:
         now = manifest.tensors[name].dtype
         unknown = "numbers" if now in _CODES and only_numbers else now
-        before = last.dtypes.get(name, unknown)
+        before = last.tensors[name].dtype if name in last.tensors else unknown
         if now != before and (now in _CODES or before in _CODES):
             raise CheckpointError(
                 manifest.path(manifest.tensors[name].file),

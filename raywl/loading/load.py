@@ -118,7 +118,7 @@ def load_into(
     with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
         reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
         _load(model, binding, reader, report, plan, strict, make_progress(progress))
-    note_loaded(model, checkpoint, report)
+    note_loaded(model, checkpoint, report, binding.computed)
     report.phases["post"] = timeline.note_phase("post")
     report.seconds = time.perf_counter() - timeline.origin_s
     return report
@@ -209,6 +209,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
         },
         unplanned=tuple(recorder.surprises),
     )
+    binding.computed = recorder.computed
     report.bytes_loaded = report.plan.nbytes_kept
     report.loaded = [name for name in binding.checkpoint.tensors if name in binding.used]
     report.unexpected = binding.unexpected

@@ -35,7 +35,7 @@ from raywl.loading.lazy import (
     writes,
     written_to,
 )
-from raywl.plan.copies import Copy, itemsize_of, normalise, span_of
+from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
 from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
 from raywl.plan.reads import schedule
 from raywl.readers import READER_THREADS, ByteView, Reader
@@ -117,6 +117,8 @@ class Recorder(TorchFunctionMode):
         """Whether any target was written to."""
         self.surprises: dict[str, None] = {}
         """What happened that the copies alone don't reproduce."""
+        self._copies_of: dict[str, list[Copy]] = {}
+        self._overwritten: set[str] = set()
         for name, tensor in targets.items():
             self._add_target(name, tensor)
 
@@ -191,9 +193,19 @@ class Recorder(TorchFunctionMode):
                 self._copy_now(dst, src, memory, noted)
                 return
             self._note(noted, memory)
-            self.copies.append(self._in_target(noted, memory))
+            self._keep(self._in_target(noted, memory))
             if self._shared or memory.immediate or self._thread is None:
                 self.drain()
+
+    def _keep(self, copy: Copy) -> None:
+        self.copies.append(copy)
+        self._copies_of.setdefault(copy.target, []).append(copy)
+
+    @property
+    def computed(self) -> frozenset[str]:
+        """Targets that hold something else than what copies have set, wholly or in part: loaders computed it."""
+        instead = (name for name, written in self.written.items() if written.otherwise)
+        return frozenset(self._overwritten.union(n for n in instead if n not in self._copies_of))
 
     def _note(self, copy: Copy, memory: _Memory) -> None:
         """Takes a copy, after those that it may overlap."""
@@ -220,7 +232,7 @@ class Recorder(TorchFunctionMode):
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""
-        self.copies.append(copy)
+        self._keep(copy)
         first = self._views[copy.target].first
         self._note(copy._replace(dst_start=copy.dst_start + first), self._memory_by_name[copy.target])
 
@@ -408,6 +420,14 @@ class Recorder(TorchFunctionMode):
             if first < end and start < last:
                 self.written[name].otherwise = True
                 self.surprises[f"{name} was also written by {what}"] = None
+                # Who asks for an address hasn't written yet.
+                if tensor.numel() and what not in ALIASES and name not in self._overwritten:
+                    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+                    write = normalise(
+                        Copy("", "", name, 0, start - first, shape, strides, strides, dtype, dtype)
+                    )
+                    if any(may_overlap(write, copy) for copy in self._copies_of.get(name, ())):
+                        self._overwritten.add(name)
 
     def close(self) -> None:
         """Lets go of the mappings that no tensor uses any more."""

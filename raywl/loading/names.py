@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from raywl.loading.hf import FusedPart
+from raywl.remap.kv_scales import kv_scale_places
+from raywl.remap.moe_names import maybe_remap_moe_expert_param_name
 
 __all__ = ["NameTable", "Route"]
 
@@ -30,7 +32,7 @@ class Route(NamedTuple):
 
 
 class NameTable:
-    """Finds the parameter for a name: itself, else as an expert's, else stacked, else by prefix.
+    """Finds the parameter for a name: itself, else as a KV-cache scale, an expert's, stacked, or by prefix.
 
     Args:
         params: The model's names.
@@ -59,8 +61,10 @@ class NameTable:
     def find(self, name: str) -> list[Route]:
         """Every place of a tensor, by its name; none when the model has no place for it."""
         for candidate in self._spellings(name):
-            if candidate in self._params:
-                return [Route(candidate)]
+            if (param := self._there(candidate)) is not None:
+                return [Route(param)]
+            if scales := kv_scale_places(candidate, self._params):
+                return [Route(param) for param in scales]
             routes = self._expert(candidate) or self._stack(candidate)
             if routes:
                 return routes
@@ -75,6 +79,11 @@ class NameTable:
             few = siblings or (list(self._params) if len(self._params) <= _FEW else [])
             close |= dict.fromkeys(get_close_matches(candidate, few, n=3))
         return list(close)[:3]
+
+    def _there(self, name: str) -> str | None:
+        """The parameter by a name, or by that of an expert one level deeper."""
+        moved = name if name in self._params else maybe_remap_moe_expert_param_name(name, self._params)
+        return moved if moved in self._params else None
 
     def _replaced(self, name: str) -> Iterable[str]:
         """What the rows of stacked parameters and experts make of a name, whether or not there is such."""
@@ -103,7 +112,7 @@ class NameTable:
                         Route(param, shard_id, expert_id, is_expert=True)
                         for param_name, weight_name, expert_id, shard_id in self._experts.get(key, ())
                         if weight_name in name
-                        and (param := name.replace(weight_name, param_name, 1)) in self._params
+                        and (param := self._there(name.replace(weight_name, param_name, 1))) is not None
                     ]
                     if routes:
                         return routes

@@ -7,7 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["maybe_remap_kv_scale_name", "remap_kv_scale_weights"]
+__all__ = [
+    "kv_scale_kind",
+    "kv_scale_places",
+    "maybe_remap_kv_scale_name",
+    "remap_kv_scale_weights",
+    "unused_kv_scales",
+]
 
 T = TypeVar("T")
 Row = tuple[str, tuple[str, ...]]
@@ -100,29 +106,57 @@ def remap_kv_scale_weights(
         weights: `(name in the checkpoint, weight)`.
         params_dict: The model's parameters by name.
     """
-    dropped: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    dropped = []
     for name, weight in weights:
-        row = None if name in params_dict else _row_of(name)
-        if row is None:
+        places = None if name in params_dict else kv_scale_places(name, params_dict)
+        if places is None:
             yield name, weight
             continue
-        found = [_first_there(name, row, params_dict)]
-        if row[0] == _DEPRECATED:
-            _warn_once(params_dict, "deprecated", f"{_DEPRECATED[1:]} in checkpoints is deprecated: {name}")
-            v_scale = f"{name.removesuffix(_DEPRECATED)}.attn.v_scale"
-            found.append(v_scale if v_scale in params_dict else None)
-        there = [new for new in found if new is not None]
-        for new in there:
+        for new in places:
             yield new, weight
-        if not there:
-            dropped[_kind(row)] += 1
-            examples.setdefault(_kind(row), name)
+        if not places:
+            dropped.append(name)
     if dropped:
-        kinds = (f"{count} {kind} (for example {examples[kind]})" for kind, count in dropped.items())
-        warnings.warn(
-            f"the model has no place for these scales of the KV cache: {', '.join(kinds)}", stacklevel=2
-        )
+        warnings.warn(unused_kv_scales(dropped), stacklevel=2)
+
+
+def kv_scale_places(name: str, params: Collection[str]) -> list[str] | None:
+    """Every parameter that a scale or zero point of the KV cache goes to: two for `kv_scale`.
+
+    Args:
+        name: A name of the checkpoint that the model doesn't have.
+        params: The model's names.
+
+    Returns:
+        Their names, none where the model has no place for it; `None` when it is no such scale.
+    """
+    row = _row_of(name)
+    if row is None:
+        return None
+    found = [_first_there(name, row, params)]
+    if row[0] == _DEPRECATED:
+        _warn_once(params, "deprecated", f"{_DEPRECATED[1:]} in checkpoints is deprecated: {name}")
+        v_scale = f"{name.removesuffix(_DEPRECATED)}.attn.v_scale"
+        found.append(v_scale if v_scale in params else None)
+    return [new for new in found if new is not None]
+
+
+def kv_scale_kind(name: str) -> str | None:
+    """What kind of scale or zero point of the KV cache a checkpoint's name means; `None` for other names."""
+    row = _row_of(name)
+    return None if row is None else _kind(row)
+
+
+def unused_kv_scales(names: Iterable[str]) -> str:
+    """A message that sums up scales that are left out: how many of each kind, and one of them."""
+    examples: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for name in names:
+        kind = kv_scale_kind(name) or "other"
+        counts[kind] += 1
+        examples.setdefault(kind, name)
+    kinds = (f"{count} {kind} (for example {examples[kind]})" for kind, count in counts.items())
+    return f"the model has no place for these scales of the KV cache: {', '.join(kinds)}"
 
 
 def _row_of(name: str) -> Row | None:
@@ -145,7 +179,7 @@ def _kind(row: Row) -> str:
     return "kv_scale" if ending == _DEPRECATED else targets[-1].rpartition(".")[2]
 
 
-def _warn_once(params_dict: Mapping[str, Any], kind: str, text: str) -> None:
+def _warn_once(params_dict: Collection[str], kind: str, text: str) -> None:
     # By address, as a mapping can't be referred to weakly: a model that comes later at the same address
     # may go without its warning, and no model is kept alive.
     key = (id(params_dict), len(params_dict), kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _SUFFIXES = tuple(
 )
 
 
-def maybe_remap_moe_expert_param_name(name: str, params_dict: Mapping[str, Any]) -> str:
+def maybe_remap_moe_expert_param_name(name: str, params_dict: Collection[str]) -> str:
     """The name of an expert weight with `routed_experts.` put in, where the model has it so.
 
     Args:

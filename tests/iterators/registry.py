@@ -37,7 +37,7 @@ class Way:
     max_files: int = 1
     """Most files in memory."""
     is_mapped: bool = False
-    """Whether files are mapped, so that cutting one while it is read ends the process."""
+    """Whether files are mapped, and not read."""
     needs: str | None = None
     """The library without which it is skipped."""
 
@@ -98,6 +98,18 @@ WAYS = [
     Way("pt-threads-3-legacy", _pt_threads(3), "legacy", has_experts=False, max_files=4),
     Way("np-cache", _np_cache, has_experts=False),
     Way("np-cache-torch", _np_cache, "torch", has_experts=False),
+    Way(
+        "runai",
+        weight_utils.runai_safetensors_weights_iterator,
+        has_experts=False,
+        needs="runai_model_streamer",
+    ),
+    Way(
+        "fastsafetensors",
+        weight_utils.fastsafetensors_weights_iterator,
+        has_experts=False,
+        needs="fastsafetensors",
+    ),
 ]
 if os.environ.get(TORCHAO):
     WAYS = [Way("torchao", _safetensors("torchao"), needs="torchao")]

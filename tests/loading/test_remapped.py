@@ -197,7 +197,7 @@ def test_fused_experts_reach_routed_experts(write, kind):
 
 
 def test_single_experts_reach_routed_experts(write):
-    """C19: by the mapping for checkpoints with a tensor for each expert; loaders are told the model's name."""
+    """C19: by the mapping for checkpoints with a tensor for each expert; loaders are told the model name."""
     stem = "layers.0.mlp.experts.routed_experts"
     model, told = nested({f"{stem}.w13_weight": (2, 4, 3), f"{stem}.w2_weight": (2, 3, 2)}), []
     loader = ExpertLoader(2)

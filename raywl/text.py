@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_rate", "format_seconds", "plain_table"]
+__all__ = ["format_bytes", "format_rate", "format_seconds", "parse_bytes", "plain_table"]
 
 _NUMBER = re.compile(r"-?[\d.]+( ?[A-Za-z/%]+)?|-")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<prefix>[KMGTP]?)(?P<binary>I?)B?", re.IGNORECASE)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -19,6 +20,22 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} {_UNITS[-1]}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes: `1000`, `"500MB"` (millions), `"4GiB"` (powers of 1,024).
+
+    Raises:
+        ValueError: It is none of these, or less than 1.
+    """
+    found = None if isinstance(size, bool) else _SIZE.fullmatch(str(size).strip())
+    nbytes = 0
+    if found is not None and not (found["binary"] and not found["prefix"]):
+        power = "KMGTP".find(found["prefix"].upper()) + 1 if found["prefix"] else 0
+        nbytes = round(float(found["number"]) * (1024 if found["binary"] else 1000) ** power)
+    if nbytes < 1:
+        raise ValueError(f"{size!r} is no size of at least one byte, such as 500MB or 4GiB")
+    return nbytes
 
 
 def format_rate(num_bytes: float, seconds: float) -> str:

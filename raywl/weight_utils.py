@@ -6,6 +6,7 @@ Nothing is defined here. What is gathered, and where it lives:
 - which files hold the weights: the `filter_*` functions, `resolve_mm_encoder_only_lm_prefixes`
   (`raywl.checkpoint.filters`), `WeightsMapper` (`raywl.remap.mapper`);
 - iterators over weight files (`raywl.iterators`);
+- `convert_bin_to_safetensor_file` (`raywl.writing`);
 - page cache and memory (`raywl.node`);
 - expert parallelism, names of KV-cache scales and of experts (`raywl.remap`);
 - loaders, attention sinks and dummy weights (`raywl.loaders`).
@@ -68,6 +69,7 @@ from raywl.remap.moe_names import (
     maybe_remap_moe_expert_param_name,
     remap_moe_expert_weights,
 )
+from raywl.writing import convert_bin_to_safetensor_file
 from raywl.sources.modelscope import maybe_download_from_modelscope
 from raywl.sources.snapshots import (
     download_safetensors_index_file_from_hf,
@@ -90,6 +92,7 @@ __all__ = [
     "atomic_writer",
     "composed_weight_loader",
     "compute_local_expert_ids",
+    "convert_bin_to_safetensor_file",
     "convert_pyslice_to_tensor",
     "default_weight_loader",
     "determine_expert_map",

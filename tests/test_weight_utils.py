@@ -11,6 +11,7 @@ EMPTY = inspect.Parameter.empty
 CONTRACT = """
 atomic_writer(filepath, mode="w", encoding=None)
 get_lock(model_name_or_path, cache_dir=None)
+convert_bin_to_safetensor_file(pt_filename, sf_filename)
 maybe_download_from_modelscope(model, revision=None, download_dir=None, ignore_patterns=None, allow_patterns=None)
 get_quant_config(model_config, load_config)
 register_quantization_config(name, cls)

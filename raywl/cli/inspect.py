@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from raywl.checkpoint import FileEntry, Manifest
+from raywl.checkpoint import FileEntry, Manifest, TensorEntry
 from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
@@ -84,10 +84,15 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "metadata": dict(manifest.metadata),
         "problems": [] if manifest.tensors else ["there are no tensors"],
         "notes": notes_on(manifest),
-        "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
+        "tensors": {name: _entry(entry) for name, entry in manifest.tensors.items()},
     }
 
 
 def _shown(file: FileEntry) -> dict[str, Any]:
-    # The stamp means something on this node alone.
-    return {name: value for name, value in file._asdict().items() if name != "stamp"}
+    # The stamp means something on this node alone, and the spans nothing outside.
+    return {name: value for name, value in file._asdict().items() if name not in ("stamp", "header_spans")}
+
+
+def _entry(entry: TensorEntry) -> dict[str, Any]:
+    # Few have strides.
+    return {name: value for name, value in entry._asdict().items() if name != "strides" or value is not None}

@@ -20,6 +20,7 @@ OPTIONS = {
     "verify": COMMON | SOURCE | {"--deep"},
     "plan": COMMON | SOURCE | GROUP | WEIGHTS,
     "load": COMMON | SOURCE | GROUP | WEIGHTS | {"--strategy", "--address", "--report"},
+    "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
     "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan"},
 }
 

@@ -19,7 +19,7 @@ LAYERS = [
     {"readers", "tables"},
     {"iterators"},
     {"opening", "verifying"},
-    {"loading"},
+    {"loading", "writing"},
     {"weight_utils"},
     {"actors"},
     {"empty_model"},

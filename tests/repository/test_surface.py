@@ -61,6 +61,7 @@ PUBLIC = {
         "atomic_writer",
         "composed_weight_loader",
         "compute_local_expert_ids",
+        "convert_bin_to_safetensor_file",
         "convert_pyslice_to_tensor",
         "default_weight_loader",
         "determine_expert_map",

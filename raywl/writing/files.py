@@ -1,0 +1,190 @@
+"""One safetensors file made of tensors of another checkpoint, tensor after tensor, and its check."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from raywl.checkpoint import Manifest, TensorEntry
+from raywl.checkpoint.dtypes import TORCH_ONLY, torch_dtype, torch_itemsize, torch_name, torch_shape
+from raywl.checkpoint.header import MAX_HEADER_BYTES
+from raywl.checkpoint.manifest import read_one
+from raywl.errors import CheckpointError
+from raywl.plan import copy_of_box
+from raywl.plan.copies import contiguous_strides
+from raywl.plan.reads import schedule
+from raywl.readers import OpenFiles, choose_num_threads, execute
+from raywl.readers.memory import ByteView, bytes_of
+from raywl.sources.local import LocalSource
+from raywl.sources.selection import FORMATS
+
+__all__ = [
+    "METADATA",
+    "TensorReader",
+    "check_dtypes",
+    "check_file",
+    "distinct_views",
+    "reading",
+    "write_file",
+]
+
+METADATA = {"format": "pt"}
+"""The metadata of the files, as other writers have it and some readers want it."""
+
+_CHECK_BYTES = 16 << 20
+_ALIGNMENT = 8
+
+
+class TensorReader:
+    """Reads tensors of a checkpoint, each into memory of its own.
+
+    Args:
+        manifest: The checkpoint.
+        files: Its open files.
+    """
+
+    def __init__(self, manifest: Manifest, files: OpenFiles) -> None:
+        self.manifest, self.files = manifest, files
+        self._num_threads = choose_num_threads(1)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The bytes of a tensor, row after row, as a 1-d uint8 tensor."""
+        entry = self.manifest.tensors[name]
+        shape = torch_shape(entry.dtype, entry.shape)
+        view = ByteView(torch.empty(shape, dtype=torch_dtype(entry.dtype)))
+        if entry.nbytes:
+            box = tuple((0, size) for size in shape)
+            strides = contiguous_strides(shape, torch_itemsize(entry.dtype))
+            copy = copy_of_box(name, entry, box, name, strides, torch_name(entry.dtype))
+            reads = schedule([copy], {entry.file: 0})
+            execute(reads, self.files, {name: view}, num_threads=self._num_threads)
+        return view.raw
+
+
+@contextmanager
+def reading(manifest: Manifest) -> Iterator[TensorReader]:
+    """A reader; when the block ends, it is an error if a file changed meanwhile."""
+    with OpenFiles(manifest) as files:
+        yield TensorReader(manifest, files)
+        files.check_unchanged()
+
+
+def check_dtypes(manifest: Manifest) -> None:
+    """Raises `CheckpointError` for a tensor of a dtype that safetensors doesn't have."""
+    for name, entry in manifest.tensors.items():
+        if entry.dtype in TORCH_ONLY or (entry.dtype == "F4" and not entry.shape):
+            shown = f"{torch_name(entry.dtype)} of shape {list(entry.shape)}"
+            raise CheckpointError(
+                manifest.path(entry.file), name, f"is {shown}, which safetensors can't hold"
+            )
+
+
+def distinct_views(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
+    """The tensors without those that are the same view of the same bytes as one before.
+
+    Returns:
+        The names that are kept, in the order of the files and in each file's own; and the others, each with
+        the one that is kept for it.
+    """
+    first: dict[TensorEntry, str] = {}
+    same: dict[str, str] = {}
+    format = next(format for format in FORMATS if format.name == manifest.format)
+    for file in manifest.files:
+        # The manifest has them by name.
+        for name in read_one(manifest.source, file, format).tensors:
+            entry = manifest.tensors.get(name)
+            if entry is not None and entry.file == file.name:
+                kept = first.setdefault(entry, name)
+                if kept != name:
+                    same[name] = kept
+    return list(first.values()), same
+
+
+def write_file(
+    reader: TensorReader, names: Sequence[str], path: str, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Writes a file anew, and to the disk, holding one tensor at a time.
+
+    Args:
+        reader: Where the tensors come from.
+        names: Which ones; in the file, wider elements come first, so that all are aligned.
+        path: There must be nothing there.
+        on_bytes: Called with the bytes of each tensor that is written.
+
+    Raises:
+        CheckpointError: A tensor can't be read, or the header would be too long.
+        OSError: The file can't be written.
+    """
+    tensors = reader.manifest.tensors
+    order = sorted(names, key=lambda name: -torch_itemsize(tensors[name].dtype))
+    header = _header(order, tensors, path)
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        for name in order:
+            raw = reader.read(name)
+            _write_all(file.fileno(), bytes_of(raw))
+            if on_bytes is not None:
+                on_bytes(raw.numel())
+        os.fsync(file.fileno())
+
+
+def _header(order: Sequence[str], tensors: Mapping[str, TensorEntry], path: str) -> bytes:
+    header: dict[str, object] = {"__metadata__": METADATA}
+    position = 0
+    for name in order:
+        entry = tensors[name]
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CheckpointError(path, None, f"{len(order)} tensors take a header of {len(raw)} bytes: too long")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data.nbytes:
+        # One call writes less than 2 GiB.
+        data = data[os.write(fd, data) :]
+
+
+def check_file(
+    reader: TensorReader, names: Sequence[str], path: str, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Reads a file that was written and compares it, bit by bit, with the tensors that it was made of.
+
+    Args:
+        reader: Where the tensors come from; they are read again.
+        names: Which ones the file must hold, and no others.
+        path: The file.
+        on_bytes: Called with the bytes of each tensor that is compared.
+
+    Raises:
+        RuntimeError: It isn't what was written.
+    """
+    written = Manifest.read(LocalSource(path, os.path.dirname(path), os.path.basename(path)))
+    if sorted(written.tensors) != sorted(names) or dict(written.metadata) != METADATA:
+        raise RuntimeError(f"{path}: names or metadata aren't what was written")
+    with OpenFiles(written) as files:
+        buffer = torch.empty(_CHECK_BYTES, dtype=torch.uint8)
+        for name in names:
+            source, found = reader.manifest.tensors[name], written.tensors[name]
+            raw = reader.read(name)
+            if (found.dtype, found.shape, found.nbytes) != (source.dtype, source.shape, raw.numel()):
+                raise RuntimeError(f"{path}: tensor {name!r} is {found}, expected {source}")
+            for first in range(0, raw.numel(), _CHECK_BYTES):
+                part = buffer[: min(_CHECK_BYTES, raw.numel() - first)]
+                files.read_into(found.file, found.start + first, [bytes_of(part)])
+                if not torch.equal(part, raw[first : first + part.numel()]):
+                    raise RuntimeError(f"{path}: tensor {name!r} isn't what was written, bit by bit")
+            if on_bytes is not None:
+                on_bytes(raw.numel())

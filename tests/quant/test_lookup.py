@@ -20,7 +20,6 @@ from raywl.weight_utils import (
 )
 from tests.hub_server import HubServer
 from tests.quant.test_configs import FP8_BLOCK, MIXED, NVFP4
-from tests.sources.conftest import client, hub  # noqa: F401
 
 
 class Recorder:
@@ -321,7 +320,7 @@ FILES = {
 class TestFromAHub:
     """A model that isn't local: only the files that may be wanted are fetched, into the given cache."""
 
-    def test_the_config(self, client: HubServer, tmp_path):  # noqa: F811
+    def test_the_config(self, client: HubServer, tmp_path):
         commit = client.add("org/name", FILES)
         for _ in range(2):
             load = SimpleNamespace(download_dir=str(tmp_path / "mine"))
@@ -331,24 +330,24 @@ class TestFromAHub:
         folder = tmp_path / "mine/models--org--name/snapshots" / commit
         assert os.listdir(folder) == ["my_quant.json"]
 
-    def test_none_there(self, client: HubServer):  # noqa: F811
+    def test_none_there(self, client: HubServer):
         client.add("org/name", {"config.json": b"{}"})
         with pytest.raises(ValueError, match="no config file"):
             get_quant_config(model("from_files", path="org/name"), LOAD)
         assert get_sparse_attention_config(model(path="org/name"), LOAD) == {}
 
-    def test_no_such_repository(self, client: HubServer):  # noqa: F811
+    def test_no_such_repository(self, client: HubServer):
         with pytest.raises(NotFoundError):
             get_quant_config(model("from_files", path="org/name"), LOAD)
 
-    def test_the_revision(self, client: HubServer):  # noqa: F811
+    def test_the_revision(self, client: HubServer):
         client.add("org/name", FILES)
         client.add("org/name", {"a_quant.json": b'{"old": 1}'}, branch="v1")
         config = model("from_files", path="org/name")
         config.revision = "v1"
         assert get_quant_config(config, LOAD).config == {"old": 1}
 
-    def test_offline(self, client: HubServer, monkeypatch):  # noqa: F811
+    def test_offline(self, client: HubServer, monkeypatch):
         client.add("org/name", FILES)
         get_quant_config(model("from_files", path="org/name"), LOAD)
         client.forget()
@@ -359,7 +358,7 @@ class TestFromAHub:
             get_quant_config(model("from_files", path="org/other"), LOAD)
         assert not client.requests
 
-    def test_sparse_attention(self, client: HubServer):  # noqa: F811
+    def test_sparse_attention(self, client: HubServer):
         client.add("org/name", FILES)
         assert get_sparse_attention_config(model(path="org/name"), LOAD) == {"0": {}}
         assert dict(client.downloads()) == {"org/name/sparse_attention_config.json": 1}

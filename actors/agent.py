@@ -42,8 +42,8 @@ class AgentLink(ShelfLink, Protocol):
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
 
-    def count_fetched(self, nbytes: int) -> None:
-        """Counts bytes that were downloaded, for the cluster's metrics."""
+    def count_fetched(self, source: str, nbytes: int) -> None:
+        """Counts bytes that came from a kind of source, for the cluster's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Opened:
     identity: str
     num_tensors: int
     nbytes: int
-    fetched_bytes: int = 0
-    """Bytes that were downloaded from a hub for it."""
+    kind: str = "local"
+    """What its source is; see `Source.kind`."""
 
 
 class NodeAgent:
@@ -65,13 +65,14 @@ class NodeAgent:
 
     1. A launch makes it, or finds it (`get_if_exists`), and compares versions by `hello`.
     2. `open` reads the checkpoint's headers here; the driver compares the identities of all nodes.
-    3. Each rank of the node asks for the same checkpoint by `checkpoint`.
-    4. `close` forgets it. All of these may be repeated.
+    3. `fetch` brings its files to this node, where they aren't there.
+    4. Each rank of the node asks for the same checkpoint by `checkpoint`.
+    5. `close` forgets it. All of these may be repeated.
        Tables that all processes of the node share are made, found and dropped by the methods of their name.
-    5. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
+    6. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
        nothing has needed it for the idle time, or when there has been no coordinator for a minute; never
        while it has a table.
-    6. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
+    7. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
     """
 
     def __init__(self, node_id: str, label: str, link: AgentLink) -> None:
@@ -88,6 +89,8 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._opened: dict[str, tuple[Opened, bytes]] = {}
+        self._unfetched: dict[str, Checkpoint] = {}
+        """Open checkpoints whose files aren't known to be on this node, with what fetching them takes."""
         self._warmers: dict[str, PageWarmer] = {}
         self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
@@ -104,6 +107,15 @@ class NodeAgent:
             RaywlError: As `open_checkpoint`, with this node's name.
         """
         return self._open(request)[0]
+
+    def fetch(self, request: SourceRequest) -> int:
+        """Brings all files of the checkpoint to this node; returns the bytes that came.
+
+        Raises:
+            RaywlError: As `Manifest.fetch`, with this node's name.
+        """
+        self._open(request)
+        return self._fetch(request)
 
     def checkpoint(self, request: SourceRequest, identity: str) -> bytes:
         """The pickled `Checkpoint`, for ranks of this node.
@@ -122,12 +134,15 @@ class NodeAgent:
                 None,
                 f"changed while it was loaded: it was {identity}, now it is {opened.identity}",
             ).at(str(self._place))
+        # Where this process was started anew, it may have been in the middle of it.
+        self._fetch(request)
         return pickled
 
     def close(self, group: str) -> None:
         """Forgets what a group had opened."""
         with self._lock:
             self._opened.pop(group, None)
+            self._unfetched.pop(group, None)
             self._opening.pop(group, None)
             warmer = self._warmers.pop(group, None)
         if warmer is not None:
@@ -206,11 +221,26 @@ class NodeAgent:
 
             with self._as_raywl("open_checkpoint"):
                 checkpoint = open_checkpoint(request.ref, **request.options)
-            fetched = getattr(checkpoint.source, "fetched_bytes", 0)
-            self._link.count_fetched(fetched)
-            opened = Opened(checkpoint.identity, len(checkpoint.tensors), checkpoint.nbytes, fetched)
-            self._opened[request.group] = known = (opened, pickle.dumps(checkpoint))
+            opened = Opened(
+                checkpoint.identity, len(checkpoint.tensors), checkpoint.nbytes, checkpoint.source.kind
+            )
+            with self._lock:
+                self._unfetched[request.group] = checkpoint
+                self._opened[request.group] = known = (opened, pickle.dumps(checkpoint))
             return known
+
+    def _fetch(self, request: SourceRequest) -> int:
+        with self._lock:
+            lock = self._opening.setdefault(request.group, threading.Lock())
+        with lock, self._as_raywl("fetching"):
+            checkpoint = self._unfetched.get(request.group)
+            if checkpoint is None:
+                return 0
+            nbytes = checkpoint.fetch()
+            with self._lock:
+                self._unfetched.pop(request.group, None)
+            self._link.count_fetched(checkpoint.source.kind, nbytes)
+            return nbytes
 
     def _forget_all_but(self, groups: tuple[str, ...]) -> None:
         # Of drivers that died. Where the coordinator is too new to know a group, its ranks' next

@@ -351,7 +351,7 @@ class _Launch:
             poll.finish(sum(report.bytes_read for report in reports))
         return reports
 
-    def _report(self, identity: str, fetched_bytes: int, reports: list[LoadReport]) -> GroupReport:
+    def _report(self, identity: str, fetched_bytes: dict[str, int], reports: list[LoadReport]) -> GroupReport:
         ask = self._ask
         unexpected = unexpected_everywhere(reports[: ask.world_size])
         if unexpected:
@@ -372,7 +372,7 @@ class _Launch:
             unexpected=unexpected,
             seconds=self._deadline.elapsed_s,
             phases=dict(self._deadline.phases),
-            fetched_bytes={"hub": fetched_bytes} if fetched_bytes else {},
+            fetched_bytes=fetched_bytes,
             notes=self._notes,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 
@@ -18,11 +19,13 @@ __all__ = ["COORDINATOR", "open_on_nodes"]
 COORDINATOR = Place("of the coordinator")
 
 
-def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> tuple[str, int]:
-    """Every node opens the checkpoint, and downloads it where it comes from a hub.
+def open_on_nodes(
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline
+) -> tuple[str, dict[str, int]]:
+    """Every node opens the checkpoint, and then fetches it, where it comes from elsewhere.
 
     Returns:
-        The identity that all found, and the bytes that were downloaded, over all nodes.
+        The identity that all found, and the bytes that came, by kind of source, over all nodes.
 
     Raises:
         NotFoundError: Nodes lack it; they are named.
@@ -46,7 +49,25 @@ def open_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadl
         told = from_ray(error, COORDINATOR)
         told.where = None
         raise told from None
-    return identity, sum(found.fetched_bytes for found in opened)
+    return identity, _fetch_on_nodes(request, opened, agents, nodes, deadline)
+
+
+def _fetch_on_nodes(
+    request: SourceRequest,
+    opened: Sequence[Opened],
+    agents: Sequence[Any],
+    nodes: Sequence[Node],
+    deadline: Deadline,
+) -> dict[str, int]:
+    """Every node brings the checkpoint's files into its cache."""
+    if all(found.kind == "local" for found in opened):
+        return {}
+    fetching = [agent.fetch.remote(request) for agent in agents]
+    settled = settle(fetching, [Place(node.label) for node in nodes], deadline, wait_for_all=True)
+    if settled.failures:
+        raise _opening_error(request.label, settled.failures, nodes)
+    total = sum(settled.results)
+    return {opened[0].kind: total} if total else {}
 
 
 def _opening_error(ref: str, failures: Mapping[int, RaywlError], nodes: Sequence[Node]) -> RaywlError:

@@ -102,9 +102,9 @@ class Link:
         """The cluster's nodes."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-    def count_fetched(self, nbytes: int) -> None:
-        """Counts bytes that the calling agent has downloaded."""
-        metrics.count_fetched("hub", nbytes)
+    def count_fetched(self, source: str, nbytes: int) -> None:
+        """Counts bytes that the calling agent has fetched from a kind of source."""
+        metrics.count_fetched(source, nbytes)
 
     def count(self, report: LoadReport, rank: int, work: str) -> None:
         """Counts a rank's load or reload."""

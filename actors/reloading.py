@@ -74,7 +74,7 @@ def reload_group(
         unexpected=unexpected,
         seconds=deadline.elapsed_s,
         phases=dict(deadline.phases),
-        fetched_bytes={"hub": fetched} if fetched else {},
+        fetched_bytes=fetched,
         notes=[f"{len(reports)} ranks reloaded in place"],
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raywl.checkpoint import Manifest
-from raywl.sources import HubPin, HubSource, LocalSource, pin
+from raywl.sources import HubSource, LocalSource, Pin, StoreSource, local_path, pin
 
 if TYPE_CHECKING:
     from raywl.opening import Checkpoint
@@ -34,8 +34,8 @@ class SourceRequest:
 
     group: str
     """Who wants it; a node opens it once for all who ask under this name."""
-    ref: str | HubPin
-    """A path, which every node has, or a repository at a commit."""
+    ref: str | Pin
+    """A path, which every node has, or a repository at a commit, or a store as it was listed."""
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     """Keyword arguments of `open_checkpoint`; may hold secrets, so they aren't shown."""
 
@@ -53,11 +53,11 @@ def check_options(source: Mapping[str, Any]) -> None:
 
 
 def request_for_nodes(
-    group: str, ref: str | os.PathLike[str] | HubPin | Checkpoint, source: Mapping[str, Any]
+    group: str, ref: str | os.PathLike[str] | Pin | Checkpoint, source: Mapping[str, Any]
 ) -> SourceRequest:
     """What the driver sends to its nodes for a reference as the user gave it.
 
-    A repository is looked up once, here, so that every node gets the same commit. The driver's working
+    A repository or store is looked up once, here, so that every node gets the same. The driver's working
     folder means nothing elsewhere, so a relative path becomes an absolute one.
 
     Raises:
@@ -73,27 +73,26 @@ def request_for_nodes(
             raise ValueError(f"{sorted(source)} are for opening a checkpoint, and this one is open")
         # An open checkpoint stands for its name: its files may lie on this node alone.
         told, source = _name_of(ref)
-    if not isinstance(told, HubPin | str | os.PathLike):
+    if not isinstance(told, Pin | str | os.PathLike):
         raise TypeError(f"ref must be a path, a repository or a checkpoint, not {type(ref).__name__}")
     pinned = pin(told, **source)
     if pinned is not None:
         return SourceRequest(group, pinned)
-    path: Any = os.fspath(told)  # type: ignore[arg-type]
+    path: Any = os.fspath(told)
     if not isinstance(path, str):
         raise TypeError(f"ref must be a path of str, not {type(path).__name__}")
+    path = local_path(path)
     if (revision := source.get("revision")) is not None:
         raise ValueError(f"{path!r} is a local path, which has no revision {revision!r}")
     path = path if path.startswith("~") else os.path.abspath(path)
     return SourceRequest(group, path, dict(source))
 
 
-def _name_of(checkpoint: Manifest) -> tuple[str, dict[str, Any]]:
+def _name_of(checkpoint: Manifest) -> tuple[str | Pin, dict[str, Any]]:
     """What a node opens the same by, and the options to it."""
     source = checkpoint.source
-    if isinstance(source, HubSource):
-        # Pinned anew, so that the hub and the token that this process has go along.
-        folder = checkpoint.identity.partition(source.commit)[2].strip("/")
-        return f"hf://{source.repo_id}@{source.commit}", {"subfolder": folder or None}
+    if isinstance(source, HubSource | StoreSource):
+        return source.pin_for_others(), {}
     if isinstance(source, LocalSource):
         return os.path.join(source.folder, source.only or ""), {}
     return source.ref, {}

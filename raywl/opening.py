@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raywl.checkpoint import Manifest
 from raywl.plan import LoadPlan, declare_plan
-from raywl.sources import HubPin, resolve
+from raywl.sources import Pin, resolve
 from raywl.types import ParallelContext
 from raywl.verifying import VerifyReport, verify
 
@@ -77,13 +77,13 @@ class Checkpoint(Manifest):
         """Checks that the files are still what was opened; `deep` reads all bytes.
 
         Headers, sizes and the index are read again. `deep` also hashes each file, and compares with the
-        hash that the hub's cache stores a file under.
+        hash that the hub's cache stores a file under; a remote checkpoint is fetched for that.
         """
         return verify(self, deep=deep)
 
 
 def open_checkpoint(
-    ref: str | os.PathLike[str] | HubPin,
+    ref: str | os.PathLike[str] | Pin,
     *,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -95,32 +95,33 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a checkpoint by reading its index and headers, never the data.
 
-    Files are those of safetensors or, where there are none, of `torch.save`: `*.bin`, `*.pt` or `*.pth`, whose
-    pickles are read without running any code. What of these is no tensor is left out with a warning.
+    Files are those of safetensors or, where there are none, of `torch.save`: `*.bin`, `*.pt` or `*.pth`,
+    whose pickles are read without running any code. What of these is no tensor is left out with a warning.
 
-    A repository's weights, configs and tokenizer are downloaded first, as far as the hub's cache hasn't got
-    them: by one process for all that share the cache, while the others wait.
+    Of a remote checkpoint, too, only these are read, by requests for ranges. What is used of it is fetched
+    then, into a cache, by one process for all that share it; `Checkpoint.fetch` does so at once.
 
     Args:
         ref: A folder or one weight file; or a repository of the hub, as `org/name`,
-            `org/name@revision` or `hf://org/name@revision`; or what `raywl.sources.pin` made of one. What is
-            there as a local path is always taken as one.
+            `org/name@revision` or `hf://org/name@revision`; or the URL of a folder or file in a store that
+            fsspec knows: `s3://`, `gs://`, `http(s)://`, `memory://`, `file://` ...; or what
+            `raywl.sources.pin` made of one. What is there as a local path is always taken as one.
         revision: Branch, tag or commit of a repository; `main` by default.
         subfolder: A folder inside of it.
-        cache_dir: The hub's cache folder; by default where its own client has it.
+        cache_dir: Where fetched files are kept: the hub's cache folder, by default where its own client has
+            it; or raywl's for stores, by default `RAYWL_CACHE`, or `raywl` in the user's cache folder.
         token: For the hub; by default the one that its own client finds.
         allow_patterns: Only weight files whose names match one of these.
-        storage_options: Refused, as neither local paths nor the hub have any.
-        offline: Whether to use what the hub's cache holds and to ask nobody; by default as `HF_HUB_OFFLINE`
-            says.
+        storage_options: A store's, as fsspec's file system for it takes them: keys, endpoint, headers ...
+        offline: Whether to use what the cache holds and to ask nobody; by default as `RAYWL_OFFLINE` or, for
+            the hub, `HF_HUB_OFFLINE` says.
 
     Raises:
         ValueError: A ref of an unknown kind, or options that mean nothing for it.
-        NotFoundError: There is no such path, repository or revision.
-        AuthError: The hub wants a token, or another one.
+        NotFoundError: There is no such path, repository, revision, bucket or key.
+        AuthError: The hub or store wants other credentials.
         OfflineError: Working offline, and the cache doesn't hold the checkpoint.
-        SourceError: The hub can't be reached, or failed.
-        LockError: Another process went on downloading the same for an hour, or the cache can't be locked.
+        SourceError: The hub or store can't be reached, or failed.
         MissingFileError: Files of the checkpoint are absent.
         CorruptFileError: A header or the index is damaged.
         CheckpointError: There are no weights, or files and index contradict each other.
@@ -135,7 +136,7 @@ def open_checkpoint(
         storage_options=storage_options,
         offline=offline,
     )
-    if isinstance(ref, HubPin):
+    if isinstance(ref, Pin):
         allow_patterns = ref.allow_patterns
     checkpoint = Checkpoint.read(source, allow_patterns)
     if checkpoint.notes:

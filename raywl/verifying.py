@@ -24,8 +24,9 @@ from raywl.checkpoint.manifest import (
     notes_of,
     read_one,
 )
-from raywl.errors import CheckpointError, MissingFileError, RaywlError, some_of
+from raywl.errors import CheckpointError, MissingFileError, RaywlError, SourceError, some_of
 from raywl.sources import Source
+from raywl.sources.cache import check_hash
 from raywl.sources.selection import FORMATS, SAFETENSORS, WeightFormat, is_leftover
 
 __all__ = ["VerifyReport", "notes_on", "problems_of", "verify", "verify_source"]
@@ -80,8 +81,9 @@ def verify_source(
     found = _survey(source, patterns)
     report = VerifyReport(found.problems, found.notes, found.files_checked, deep=deep)
     if deep:
+        source.fetch(found.headers)
         for name, header in found.headers.items():
-            _verify_bytes(source.path(name), name, found.sizes[name], header.records, report)
+            _verify_bytes(source, name, found.sizes[name], header.records, report)
     return report
 
 
@@ -102,11 +104,11 @@ def verify(manifest: Manifest, *, deep: bool) -> VerifyReport:
             continue
         changes = _header_changes(manifest, file, header)
         if changes:
-            report.problems.append(
-                f"{manifest.path(file.name)}: header changed since it was opened: {changes}"
-            )
+            label = manifest.source.label(file.name)
+            report.problems.append(f"{label}: header changed since it was opened: {changes}")
         elif deep:
-            _verify_bytes(manifest.path(file.name), file.name, file.size, header.records, report)
+            manifest.fetch([file.name])
+            _verify_bytes(manifest.source, file.name, file.size, header.records, report)
     return report
 
 
@@ -200,7 +202,7 @@ def _find_files(source: Source, found: _Survey) -> None:
             found.problems.append(str(error))
             continue
         if size is None:
-            found.problems.append(f"{source.path(name)}: absent (incomplete download?)")
+            found.problems.append(f"{source.label(name)}: absent (incomplete download?)")
         else:
             found.sizes[name] = size
 
@@ -230,14 +232,15 @@ def _index_changes(manifest: Manifest, found: _Survey) -> Iterable[str]:
     if (was and was.sha256) != (now_index and now_index.sha256):
         what = "added" if was is None else "removed" if now_index is None else "changed"
         name = now_index.name if now_index else was.name if was else found.format.index_name
-        yield f"{manifest.path(name)}: {what} since the checkpoint was opened"
+        yield f"{manifest.source.label(name)}: {what} since the checkpoint was opened"
     for name in found.names:
         if name not in before:
-            yield f"{manifest.path(name)}: belongs to the checkpoint, but didn't when it was opened"
+            yield f"{manifest.source.label(name)}: belongs to the checkpoint, but didn't when it was opened"
     for file in manifest.files:
         # Without any file left, that there are no weights has been said.
         if now and file.name not in now:
-            yield f"{manifest.path(file.name)}: belongs to the checkpoint no more, but did when it was opened"
+            label = manifest.source.label(file.name)
+            yield f"{label}: belongs to the checkpoint no more, but did when it was opened"
 
 
 def _header_changes(manifest: Manifest, file: FileEntry, header: FileHeader) -> str:
@@ -346,7 +349,10 @@ class _Checksums:
             self._at, self._crc = self._at + 1, 0
 
 
-def _verify_bytes(path: str, name: str, size: int, records: Sequence[Record], report: VerifyReport) -> None:
+def _verify_bytes(
+    source: Source, name: str, size: int, records: Sequence[Record], report: VerifyReport
+) -> None:
+    path = source.path(name)
     digest, done, checksums = hashlib.sha256(), 0, _Checksums(records)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -372,3 +378,9 @@ def _verify_bytes(path: str, name: str, size: int, records: Sequence[Record], re
         report.compared.append(name)
         if blob != report.sha256[name]:
             report.problems.append(f"{path}: its SHA-256 is {report.sha256[name]}, expected {blob}")
+    elif known := source.known_hashes(name):
+        report.compared.append(name)
+        try:
+            check_hash(path, known, lambda why: SourceError(path, why))
+        except SourceError as error:
+            report.problems.append(str(error))

@@ -36,6 +36,7 @@ _API = re.compile(
     r"(?:/(?P<what>revision|tree|paths-info)/(?P<rev>[^/]+)(?:/(?P<path>.+))?)?$"
 )
 _RESOLVE = re.compile(r"^/(?P<repo>[^/]+(?:/[^/]+)??)/resolve/(?P<rev>[^/]+)/(?P<path>.+)$")
+_SPAN = re.compile(r"bytes=(\d+)-(\d*)")
 _ORIGIN = re.compile(r"origin/(\S+?)(?:;|$)")
 _BLOCK_BYTES = 64 << 10
 
@@ -55,6 +56,8 @@ class Request:
     status: int
     num_bytes: int
     """Bytes of the body that were sent so far."""
+    size: int = 0
+    """Bytes of the whole file that it asked for, or for a part of."""
 
 
 @dataclass
@@ -67,6 +70,9 @@ class Fault:
     times: int | None
     after_bytes: int
     retry_after_s: int
+    of_bytes: int
+    cut_when_released: bool = False
+    """Whether a hanging request is cut then, instead."""
     reached: threading.Event = field(default_factory=threading.Event)
     """Set when a request met it; a hang has sent `after_bytes` by then."""
     released: threading.Event = field(default_factory=threading.Event)
@@ -159,6 +165,7 @@ class HubServer:
         times: int | None = None,
         after_bytes: int = 0,
         retry_after_s: int = 1,
+        of_bytes: int = 0,
     ) -> Fault:
         """Makes requests whose path matches fail.
 
@@ -171,8 +178,9 @@ class HubServer:
             times: How many requests; all by default.
             after_bytes: Bytes of the body that go out before.
             retry_after_s: For 429.
+            of_bytes: Only requests for ranges of at least so many bytes: not those for headers.
         """
-        fault = Fault(pattern, how, method, times, after_bytes, retry_after_s)
+        fault = Fault(pattern, how, method, times, after_bytes, retry_after_s, of_bytes)
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -193,14 +201,21 @@ class HubServer:
         return sum(request.num_bytes for request in self._matching(pattern, "GET", client))
 
     def downloads(self) -> Counter[str]:
-        """How often each file's body was asked for, by `repository/file`."""
-        found: Counter[str] = Counter()
+        """How often all of a file's bytes were sent, in one or several ranges, by `repository/file`."""
+        sent: Counter[str] = Counter()
+        sizes: dict[str, int] = {}
         for request in self._matching("*", "GET", "*"):
+            if request.status not in (200, 206):
+                continue
             if request.path.startswith("/cdn/"):
-                found[request.path.removeprefix("/cdn/")] += 1
-            elif request.status in (200, 206) and (match := _RESOLVE.match(request.path)):
-                found[f"{match['repo']}/{match['path']}"] += 1
-        return found
+                name = request.path.removeprefix("/cdn/")
+            elif match := _RESOLVE.match(request.path):
+                name = f"{match['repo']}/{match['path']}"
+            else:
+                continue
+            sent[name] += request.num_bytes
+            sizes[name] = request.size
+        return Counter({name: sent[name] // sizes[name] for name in sent if sizes[name] <= sent[name] > 0})
 
     def wait_for(self, num: int, pattern: str, timeout_s: float = 60.0) -> None:
         """Waits until `num` requests for paths that match have come."""
@@ -226,16 +241,22 @@ class HubServer:
             ):
                 yield request
 
-    def _fault(self, method: str, path: str) -> Fault | None:
+    def _fault(self, method: str, path: str, asked: str | None) -> Fault | None:
         with self._lock:
             for fault in self._faults:
                 if fault.times != 0 and fnmatch.fnmatchcase(path, fault.pattern):
-                    if fault.method not in ("*", method):
+                    if fault.method not in ("*", method) or _asked_bytes(asked) < fault.of_bytes:
                         continue
                     if fault.times is not None:
                         fault.times -= 1
                     return fault
         return None
+
+
+def _asked_bytes(asked: str | None) -> float:
+    """Bytes of a range; all that there are without one."""
+    match = _SPAN.fullmatch(asked or "")
+    return int(match[2]) + 1 - int(match[1]) if match and match[2] else float("inf")
 
 
 @dataclass
@@ -293,7 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._query = parse_qs(url.query)
         self._token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         path = unquote(url.path)
-        fault = self.server_hub._fault(self.command, path)
+        fault = self.server_hub._fault(self.command, path, self.headers.get("Range"))
         if fault is not None and fault.how.isdecimal():
             fault.reached.set()
             answer = _refusal(int(fault.how), None, "made to fail")
@@ -416,7 +437,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = answer.body
         if answer.ranges:
             answer.headers["Accept-Ranges"] = "bytes"
-            match = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
+            match = _SPAN.fullmatch(asked or "")
             if match:
                 start, end = int(match[1]), min(int(match[2] or len(body)), len(body) - 1) + 1
                 if start >= len(body):
@@ -429,7 +450,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault.reached.set()
             body = bytes(byte ^ 0x55 for byte in body)
         # Before the client can have seen any of it, so that whoever waits for the client counts right.
-        self._request = self._note(path, asked, answer.status)
+        self._request = self._note(path, asked, answer.status, len(answer.body))
         try:
             self._transmit(answer, body, fault)
         except OSError:
@@ -464,7 +485,8 @@ class _Handler(BaseHTTPRequestHandler):
         fault.reached.set()
         if fault.how == "hang":
             fault.released.wait()
-            return
+            if not fault.cut_when_released:
+                return
         if fault.how == "reset":
             # What closing does then, instead of ending in order.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -480,7 +502,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def _note(self, path: str, asked: str | None, status: int) -> Request:
+    def _note(self, path: str, asked: str | None, status: int, size: int) -> Request:
         origin = _ORIGIN.search(self.headers.get("User-Agent") or "")
         request = Request(
             self.command,
@@ -490,6 +512,7 @@ class _Handler(BaseHTTPRequestHandler):
             asked,
             status,
             0,
+            size,
         )
         with self.server_hub._lock:
             self.server_hub.requests.append(request)

@@ -40,8 +40,10 @@ class Work:
     """Tensor name to the dim that it is cut along; the others are replicated."""
 
     def manifest(self) -> Manifest:
-        """The checkpoint's headers."""
-        return open_checkpoint(self.ref, **self.source)
+        """The checkpoint's headers; its files are local."""
+        manifest = open_checkpoint(self.ref, **self.source)
+        manifest.fetch()
+        return manifest
 
     def specs(self) -> dict[str, Shard]:
         """`shards` as specs."""

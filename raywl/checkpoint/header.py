@@ -91,7 +91,9 @@ class FileHeader(NamedTuple):
     """What of the file is no weight and left out, in sentences that start with the file's name."""
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file: str) -> FileHeader:
+def read_header(
+    read: Callable[[int, int], bytes], size: int, *, path: str, file: str, first_bytes: int | None = None
+) -> FileHeader:
     """Reads and checks one file's header.
 
     Args:
@@ -99,6 +101,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file
         size: The file's size in bytes.
         path: How messages name the file.
         file: How entries name the file.
+        first_bytes: How much the first read asks for, where that should be as little as will do.
 
     Raises:
         CorruptFileError: The header contradicts itself, the format, or the file's size.
@@ -106,7 +109,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, *, path: str, file
     """
     if size < 8:
         raise CorruptFileError(path, None, f"{size} bytes are too few for a safetensors file (at least 8)")
-    first = read(0, min(size, _FIRST_READ_BYTES))
+    first = read(0, min(size, first_bytes or _FIRST_READ_BYTES))
     if len(first) < 8:
         raise CorruptFileError(path, None, f"only {len(first)} bytes could be read, file size is {size}")
     if first.startswith(LFS_POINTER):

@@ -110,11 +110,20 @@ def choose_files(
     return sorted(files, key=lambda name: (natural_sort_key(name), name))
 
 
-def check_present(folder: str, wanted: Sequence[str], present: Iterable[str]) -> None:
-    """Raises `MissingFileError` naming each of `wanted` that isn't in `present`."""
+def check_present(
+    folder: str, wanted: Sequence[str], present: Iterable[str], hint: str = "incomplete download?"
+) -> None:
+    """Raises `MissingFileError` naming each of `wanted` that isn't in `present`.
+
+    Args:
+        folder: How messages name the folder.
+        wanted: Names.
+        present: Names.
+        hint: What may be the cause.
+    """
     there = set(present)
     missing = [name for name in wanted if name not in there]
     if missing:
         raise MissingFileError(
-            folder, missing, f"{len(missing)} of {len(wanted)} weight files are absent (incomplete download?)"
+            folder, missing, f"{len(missing)} of {len(wanted)} weight files are absent ({hint})"
         )

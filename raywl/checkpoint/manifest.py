@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from raywl.checkpoint.index import (
     parse_index,
 )
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, some_of
+from raywl.progress import Progress
 from raywl.sources import Source
 from raywl.sources.selection import SAFETENSORS, TORCH, WeightFormat, format_of, is_leftover, own_files
 
@@ -29,6 +30,10 @@ __all__ = ["FileEntry", "Manifest"]
 
 _MAX_INDEX_BYTES = 1 << 30
 _HEADER_THREADS = 8
+_REMOTE_THREADS = 32
+_FIRST_READ_BYTES = 16 << 10
+_ENTRY_BYTES = 160
+"""What a tensor takes in a header, beside its name, when it is long."""
 _UNREADABLE = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 
@@ -101,12 +106,15 @@ class Manifest:
         format, index = find_index(source, listed, format)
         names, weight_map = choose(source, listed, index, patterns, format)
         sizes = {name: source.size(name) for name in names}
-        check_present(root(source), names, [name for name, size in sizes.items() if size is not None])
+        there = [name for name, size in sizes.items() if size is not None]
+        check_present(root(source), names, there, _why_absent(source))
         if not weight_map and not patterns and source.only is None:
             check_numbered(source, names)
         files = tuple(FileEntry(name, sizes[name] or 0, stamp=source.stamp(name)) for name in names)
-        with ThreadPoolExecutor(_HEADER_THREADS if len(files) > 1 else 1) as pool:
-            headers = list(pool.map(partial(read_one, source, format=format), files))
+        first_bytes = _first_bytes(weight_map) if source.is_remote else {}
+        with ThreadPoolExecutor(header_threads(source, len(files))) as pool:
+            read = partial(read_one, source, format=format)
+            headers = list(pool.map(lambda file: read(file, first_bytes=first_bytes.get(file.name)), files))
         files = tuple(
             file._replace(
                 data_start=header.data_start, header_sha256=header.digest, header_spans=header.spans
@@ -140,6 +148,24 @@ class Manifest:
     def path(self, file: str) -> str:
         """Path of one of its files on this node."""
         return self.source.path(file)
+
+    def fetch(self, files: Iterable[str] | None = None, progress: Progress | None = None) -> int:
+        """Makes files local, where they aren't: these, and the small ones that belong to the checkpoint.
+
+        Args:
+            files: Names; all weight files by default.
+            progress: Told how far it is.
+
+        Returns:
+            Bytes that came over the network.
+
+        Raises:
+            MissingFileError: Working offline, and the cache hasn't got them; or there are no such files.
+            SourceError, LockError, CapacityError: They can't be fetched.
+            CheckpointError: They aren't what was opened any more.
+        """
+        names = [file.name for file in self.files] if files is None else list(files)
+        return self.source.fetch(names, progress)
 
     def entry(self, name: str) -> TensorEntry:
         """The entry of a tensor.
@@ -188,7 +214,7 @@ def _nearest(name: str, names: Mapping[str, Any]) -> list[str]:
 
 def root(source: Source) -> str:
     """How messages name the checkpoint."""
-    return source.path(source.only or "").rstrip("/") or source.ref
+    return source.label(source.only or "").rstrip("/") or source.ref
 
 
 def _why_empty(listed: Sequence[str], patterns: Sequence[str]) -> str:
@@ -204,6 +230,10 @@ def _why_empty(listed: Sequence[str], patterns: Sequence[str]) -> str:
 
 def _files(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
+
+
+def _why_absent(source: Source) -> str:
+    return "incomplete upload?" if source.is_remote else "incomplete download?"
 
 
 def format_at(source: Source, listed: Sequence[str], patterns: Sequence[str]) -> WeightFormat:
@@ -254,7 +284,7 @@ def check_numbered(source: Source, names: list[str]) -> None:
     """Raises `MissingFileError` where numbered sets among `names` lack files."""
     count, missing = missing_numbered_files(names)
     if count:
-        lacking = f"a numbered set lacks {_files(count)} (incomplete download?)"
+        lacking = f"a numbered set lacks {_files(count)} ({_why_absent(source)})"
         raise MissingFileError(root(source), missing, lacking)
 
 
@@ -289,15 +319,37 @@ def read_index(source: Source, listed: Sequence[str], format: WeightFormat = SAF
     if size is None:
         raise MissingFileError(root(source), [name], "it leads to no file (incomplete download?)")
     if size > _MAX_INDEX_BYTES:
-        raise CorruptFileError(source.path(name), None, f"index of {size} bytes is too large")
-    return parse_index(source.read(name, 0, size), source.path(name))
+        raise CorruptFileError(source.label(name), None, f"index of {size} bytes is too large")
+    return parse_index(source.read(name, 0, size), source.label(name))
 
 
-def read_one(source: Source, file: FileEntry, format: WeightFormat = SAFETENSORS) -> FileHeader:
-    """One file's header."""
-    read, path = partial(source.read, file.name), source.path(file.name)
+def header_threads(source: Source, num_files: int) -> int:
+    """How many headers to read at once."""
+    return min(_REMOTE_THREADS if source.is_remote else _HEADER_THREADS, num_files) or 1
+
+
+def _first_bytes(weight_map: Mapping[str, str] | None) -> dict[str, int]:
+    """How much to read of each file at first, going by the index, to have the header and little else."""
+    found: dict[str, int] = {}
+    for tensor, file in (weight_map or {}).items():
+        found[file] = found.get(file, _FIRST_READ_BYTES) + len(tensor.encode()) + _ENTRY_BYTES
+    return found
+
+
+def read_one(
+    source: Source, file: FileEntry, format: WeightFormat = SAFETENSORS, first_bytes: int | None = None
+) -> FileHeader:
+    """One file's header.
+
+    Args:
+        source: Where it is.
+        file: Its name and size.
+        format: Its format.
+        first_bytes: How much to read at first; by default what is read at once anyway.
+    """
+    read, path = partial(source.read, file.name), source.label(file.name)
     if format is SAFETENSORS:
-        return read_header(read, file.size, path=path, file=file.name)
+        return read_header(read, file.size, path=path, file=file.name, first_bytes=first_bytes)
     # Here, since the parsers of pickles and archives take a while to import.
     from raywl.checkpoint.torch_files import read_torch_header
 
@@ -345,7 +397,7 @@ def merge(
             absent.setdefault(file, []).append(name)
     problems += [
         CheckpointError(
-            source.path(file),
+            source.label(file),
             names[0],
             f"the index says that it is in this file, but it isn't{_such(names)}",
         )

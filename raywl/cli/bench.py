@@ -56,6 +56,8 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
     from raywl.bench.load import LoadBenchmark
 
     manifest = open_checkpoint(args.ref, **source_arguments(args))
+    # What is compared is reading.
+    manifest.fetch(progress=out.progress())
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     benchmark = LoadBenchmark(
         manifest,

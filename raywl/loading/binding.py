@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -281,6 +281,15 @@ class Binding:
         return found.pop() if found else None
 
     # Loaders.
+
+    def files_of_loaders(self, plan: LoadPlan | None) -> list[str]:
+        """Files that loaders may look into while they run, in order; known after `prepare`."""
+        if plan is not None:
+            return []
+        names: Iterable[str] = self.checkpoint.tensors
+        if not self.has_own_loader:
+            names = [name for index, (name, _) in enumerate(self._routes) if index not in self._declared]
+        return sorted({self.checkpoint.tensors[name].file for name in names}, key=self.file_order.__getitem__)
 
     def record(self, recorder: Recorder, plan: LoadPlan | None) -> None:
         """Runs all loaders, which note their copies in the recorder."""

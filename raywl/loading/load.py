@@ -18,6 +18,7 @@ from raywl.checkpoint.manifest import root
 from raywl.errors import MissingWeightsError, RaywlError, some_of
 from raywl.loaders.ranks import ambient_context
 from raywl.loading.binding import Binding
+from raywl.loading.fetching import make_local
 from raywl.loading.history import note_loaded
 from raywl.loading.record import Recorder
 from raywl.loading.targets import adopt_registered, init_buffers, restore
@@ -29,7 +30,6 @@ from raywl.progress import Progress, make_progress
 from raywl.readers import OpenFiles, Reader
 from raywl.readers.memory import dtype_name
 from raywl.report import LoadReport
-from raywl.sources import HubSource
 from raywl.strategies import check_strategy
 from raywl.timeline import Timeline
 from raywl.types import ParallelContext
@@ -108,8 +108,6 @@ def load_into(
         checkpoint = open_checkpoint(ref, **source)
     context = parallel or ambient_context()
     report = LoadReport(checkpoint.source.ref, checkpoint.identity, context, timeline=timeline)
-    if checkpoint is not ref and isinstance(checkpoint.source, HubSource):
-        report.bytes_by_source["hub"] = checkpoint.source.fetched_bytes
     report.phases["open"] = timeline.note_phase("open")
     binding = Binding(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
@@ -158,6 +156,7 @@ def _load(
         with restore(binding.targets):
             unmade = init_buffers(model, binding.targets, binding.device)
             recorder = binding.prepare(reader, plan)
+            make_local(binding.checkpoint, binding.files_of_loaders(plan), report, progress)
             binding.record(recorder, plan)
             for target, was_lazy in adopt_registered(binding.targets, recorder.is_mapped):
                 recorder.note_registered(target.name)
@@ -169,10 +168,13 @@ def _load(
             assert report.plan is not None
             whole = len(rest) == len(recorder.copies)
             reads = report.plan.reads if whole else schedule(rest, binding.file_order)
-            reader.files.open_all({read.file: None for read in reads})
+            files = list(dict.fromkeys(read.file for read in reads))
+            make_local(binding.checkpoint, files, report, progress)
+            reader.files.open_all(files)
         count = _Count(sum(read.end - read.start for read in reads), progress)
         with reader.reading(reads):
-            report.phases["plan"] = timeline.note_phase("plan")
+            planned_s = timeline.note_phase("plan")
+            report.phases["plan"] = report.phases.get("plan", 0.0) + planned_s
             recorder.started = bool(reads) or recorder.started
             before = timeline.parts
             reader.execute(reads, recorder.views, count)

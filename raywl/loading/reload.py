@@ -162,6 +162,7 @@ def check_reload(
     with context, torch.no_grad(), OpenFiles(checkpoint) as files:
         reader = Reader(checkpoint, files, "buffered")
         binding.prepare(reader, None)
+        checkpoint.fetch(binding.files_of_loaders(None))
         recorder = _DryRecorder(checkpoint, reader, {target.name: target.local for target in binding.targets})
         with _stand_ins(binding.targets, recorder):
             binding.record(recorder, None)

@@ -147,6 +147,8 @@ class OpenFiles:
             self._open.pop(name).close()
 
     def _opened(self, name: str) -> _Open:
+        # Whoever knows which files it needs fetches them before, all at once.
+        self._manifest.fetch([name])
         path, expected = self._manifest.path(name), self._files[name]
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

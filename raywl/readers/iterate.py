@@ -47,6 +47,7 @@ def _read(
     all_reads = [read for reads in plans.values() for read in reads]
     total = sum(manifest.tensors[name].nbytes for name in names)
     done = 0
+    manifest.fetch(dict.fromkeys(read.file for read in all_reads), progress)
     with OpenFiles(manifest) as files, contextlib.ExitStack() as stack:
         reader = Reader(manifest, files, strategy)
         stack.enter_context(reader.reading(all_reads))

@@ -1,8 +1,24 @@
 """Where a checkpoint comes from."""
 
-from raywl.sources.base import Source
-from raywl.sources.hub import HubPin, HubSource
+from raywl.sources.base import RemoteFile, Source
+from raywl.sources.cached import CachedSource
+from raywl.sources.hub import HubPin
+from raywl.sources.hub_source import HubSource
 from raywl.sources.local import LocalSource
-from raywl.sources.resolve import pin, resolve
+from raywl.sources.resolve import Pin, local_path, pin, resolve
+from raywl.sources.store import StorePin, StoreSource
 
-__all__ = ["HubPin", "HubSource", "LocalSource", "Source", "pin", "resolve"]
+__all__ = [
+    "CachedSource",
+    "HubPin",
+    "HubSource",
+    "LocalSource",
+    "Pin",
+    "RemoteFile",
+    "Source",
+    "StorePin",
+    "StoreSource",
+    "local_path",
+    "pin",
+    "resolve",
+]

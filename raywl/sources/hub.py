@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import posixpath
 import re
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
-from raywl.errors import (
-    AuthError,
-    CheckpointError,
-    MissingFileError,
-    NotFoundError,
-    OfflineError,
-    SourceError,
-    some_of,
-)
+from raywl.errors import AuthError, MissingFileError, NotFoundError, OfflineError, SourceError, some_of
+from raywl.sources.base import RemoteFile
+from raywl.sources.cache import Repository
 from raywl.sources.hub_errors import hub_error
-from raywl.sources.local import LocalSource
-from raywl.sources.selection import INDEX_NAME, companions, folder_names, indexed_files, weight_files
+from raywl.sources.selection import folder_names, index_name, indexed_files, weight_files
+from raywl.sources.transfer import Limits
 
-__all__ = ["HubPin", "HubSource", "parse_hub_ref"]
+if TYPE_CHECKING:
+    from raywl.sources.hub_source import HubSource
+
+__all__ = ["HubPin", "parse_hub_ref"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_HASH_BLOCK_BYTES = 8 << 20
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _DEFAULT_REVISION = "main"
-_DOWNLOAD_THREADS = 8
+_ASKING_THREADS = 8
 _WAIT_S = 3600.0
 """How long a process waits for another one that downloads the same checkpoint."""
 
@@ -84,6 +78,10 @@ class HubPin:
     """How long to wait for another process that downloads the same."""
     token: str | None = field(default=None, repr=False)
     """`None`: as the client of the node finds one."""
+    files: tuple[RemoteFile, ...] = field(default=(), repr=False, compare=False)
+    """The commit's files, where the hub was asked."""
+    limits: Limits | None = field(default=None, repr=False, compare=False)
+    """How the hub is treated; `None`: as the environment of the node says."""
 
     def __str__(self) -> str:
         return f"hf://{self.repo_id}@{self.commit}"
@@ -128,6 +126,7 @@ class HubPin:
             ),
             "cache_dir": None if cache_dir is None else os.fsdecode(cache_dir),
             "timeout_s": timeout_s,
+            "limits": Limits.of_environment(),
         }
         if is_offline(offline):
             commit = cached_commit(repository_folder(options["cache_dir"], repo_id), repo_id, revision)
@@ -136,43 +135,48 @@ class HubPin:
             "endpoint": os.environ.get("HF_ENDPOINT") or None,
             "token": checked_token(token or own_token(), repo_id),
         }
-        commit, names = look_up(cls(repo_id, revision, **options))
-        return cls(repo_id, commit, **options), names
+        commit, files = _find_files(cls(repo_id, revision, **options))
+        return cls(repo_id, commit, files=files, **options), tuple(file.name for file in files)
 
-    def open(self, names: tuple[str, ...] | None = None) -> HubSource:
-        """Makes sure that this node's cache has the files; downloads what is absent.
+    def without_secrets(self) -> Self:
+        """The same, for where anybody may look."""
+        return replace(self, token=None)
 
-        Of several processes that share a cache, one downloads while the others wait; each file is under its
-        final name only when it is whole.
-
-        Args:
-            names: The commit's files, where the hub was asked just now.
+    def open(self) -> HubSource:
+        """The source of the commit's files, which are downloaded when they are used.
 
         Raises:
-            MissingFileError: Files that the index names are absent from the repository, or, offline, from
-                the cache.
-            CheckpointError: There are no weights that can be read.
-            LockError: Another process held the lock for all of `timeout_s`, or there can be none.
-            NotFoundError, AuthError, OfflineError, SourceError: As `find`.
+            MissingFileError: Offline, files that the index names are absent from the cache.
+            NotFoundError: The repository has no such subfolder.
+            AuthError, OfflineError, SourceError: As `find`.
         """
-        fetched: list[str] = []
+        from raywl.sources.hub_source import HubSource
+
         if self.offline:
             _check_cached(self)
+            files = _cached_files(self)
         else:
-            fetched = _fetch(self, look_up(self)[1] if names is None else names)
-        nbytes = sum(os.path.getsize(os.path.join(snapshot_folder(self), name)) for name in fetched)
-        folder = os.path.join(snapshot_folder(self), self.subfolder or "").rstrip("/")
-        return HubSource(str(self), folder, None, self.identity, self.repo_id, self.commit, nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class HubSource(LocalSource):
-    """A commit of a repository in this node's cache, with all files that its weights need."""
-
-    repo_id: str = ""
-    commit: str = ""
-    fetched_bytes: int = field(default=0, compare=False)
-    """Bytes that were downloaded when it was opened; 0 where the cache had it all."""
+            files = self.files or _find_files(self)[1]
+        names = folder_names([file.name for file in files], self.subfolder)
+        prefix = f"{self.subfolder}/" if self.subfolder else ""
+        listed = {file.name: file for file in files}
+        if self.subfolder and not names:
+            raise NotFoundError(
+                f"{self.repo_id}@{self.revision}",
+                f"the repository has no folder {self.subfolder!r}",
+                endpoint=endpoint_of(self),
+            )
+        return HubSource(
+            ref=str(self),
+            kind="hub",
+            repository=Repository(repository_folder(self.cache_dir, self.repo_id), self.commit),
+            inside=self.subfolder or "",
+            only=None,
+            identity=self.identity,
+            files={name: listed[prefix + name]._replace(name=name) for name in names},
+            offline=self.offline,
+            pin=self,
+        )
 
 
 def checked_subfolder(subfolder: str | None) -> str | None:
@@ -190,7 +194,8 @@ def is_offline(offline: bool | None) -> bool:
     from huggingface_hub import constants
 
     # The client reads it once, at import; here it counts as it is now, too.
-    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    names = ("RAYWL_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    said = next(filter(None, map(os.environ.get, names)), "")
     return said.upper() in ("1", "ON", "YES", "TRUE") or bool(constants.HF_HUB_OFFLINE)
 
 
@@ -235,7 +240,7 @@ def have(pin: HubPin, name: str) -> bool:
     return os.path.isfile(os.path.join(snapshot_folder(pin), in_repository(pin, name)))
 
 
-def _endpoint(pin: HubPin) -> str:
+def endpoint_of(pin: HubPin) -> str:
     from huggingface_hub import constants
 
     return (pin.endpoint or constants.ENDPOINT).rstrip("/")
@@ -251,7 +256,7 @@ def translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
             error,
             repo_id=pin.repo_id,
             revision=pin.revision,
-            endpoint=_endpoint(pin),
+            endpoint=endpoint_of(pin),
             secrets=[pin.token, own_token()],
             file=file,
         )
@@ -262,45 +267,66 @@ def translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
 
 def look_up(pin: HubPin) -> tuple[str, tuple[str, ...]]:
     """Asks the hub for a revision's commit and files; one request."""
+    commit, files = _find_files(pin)
+    return commit, tuple(file.name for file in files)
+
+
+def _find_files(pin: HubPin) -> tuple[str, tuple[RemoteFile, ...]]:
+    """The same, with sizes and hashes."""
     import huggingface_hub
     from huggingface_hub import constants
 
-    api = huggingface_hub.HfApi(endpoint=_endpoint(pin), token=pin.token)
+    api = huggingface_hub.HfApi(endpoint=endpoint_of(pin), token=pin.token)
     with translated(pin):
-        info = api.model_info(pin.repo_id, revision=pin.commit, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        info = api.model_info(
+            pin.repo_id,
+            revision=pin.commit,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            files_metadata=True,
+        )
     if not info.sha or not _COMMIT.fullmatch(info.sha):
         raise SourceError(
             f"{pin.repo_id}@{pin.revision}",
             f"the answer has no commit but {info.sha!r}",
-            endpoint=_endpoint(pin),
+            endpoint=endpoint_of(pin),
         )
-    return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
+    siblings = info.siblings or []
+    found = [_file_of(sibling) for sibling in siblings]
+    unknown = [sibling.rfilename for sibling, file in zip(siblings, found, strict=True) if file is None]
+    asked = _ask_for_each(replace(pin, commit=info.sha), unknown)
+    files = [file or asked[sibling.rfilename] for sibling, file in zip(siblings, found, strict=True)]
+    return info.sha, tuple(files)
 
 
-def _fetch(pin: HubPin, listing: tuple[str, ...]) -> list[str]:
-    """Brings the pin's files into the cache; writes nothing where all of them are there.
+def _file_of(sibling: Any) -> RemoteFile | None:
+    """A file as the listing has it; `None` where size or hash aren't given."""
+    lfs = sibling.lfs
+    tag = (lfs["sha256"] if isinstance(lfs, dict) else lfs.sha256) if lfs else sibling.blob_id
+    if sibling.size is None or not isinstance(tag, str) or not _HASH.fullmatch(tag):
+        return None
+    return RemoteFile(sibling.rfilename, sibling.size, tag)
 
-    Returns:
-        Names of the files that this process downloaded, in the repository.
-    """
-    names = folder_names(listing, pin.subfolder)
-    if pin.subfolder and not names:
-        raise NotFoundError(
-            f"{pin.repo_id}@{pin.revision}",
-            f"the repository has no folder {pin.subfolder!r}",
-            endpoint=_endpoint(pin),
-        )
-    has_index = INDEX_NAME not in names or have(pin, INDEX_NAME)
-    if has_index and not _absent(pin, names):
-        note_revision(pin)
-        return []
-    with download_lock(pin):
-        index = [INDEX_NAME] if INDEX_NAME in names and not have(pin, INDEX_NAME) else []
-        download(pin, index)
-        absent = _absent(pin, names)
-        download(pin, absent)
-        note_revision(pin)
-        return [in_repository(pin, name) for name in (*index, *absent)]
+
+def _ask_for_each(pin: HubPin, names: list[str]) -> dict[str, RemoteFile]:
+    """Sizes and hashes of files, from hubs (mirrors) whose listings don't have them."""
+    import huggingface_hub
+
+    def ask(name: str) -> RemoteFile:
+        url = huggingface_hub.hf_hub_url(pin.repo_id, name, revision=pin.commit, endpoint=endpoint_of(pin))
+        with translated(pin, name):
+            about = huggingface_hub.get_hf_file_metadata(url, token=pin.token)
+        if about.size is None or not about.etag or not _HASH.fullmatch(about.etag):
+            raise SourceError(
+                f"{pin.repo_id}@{pin.revision}",
+                f"the hub gives neither size nor hash of {name}",
+                endpoint=endpoint_of(pin),
+            )
+        return RemoteFile(name, about.size, about.etag)
+
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(_ASKING_THREADS, len(names)), "raywl-ask") as pool:
+        return {file.name: file for file in pool.map(ask, names)}
 
 
 @contextmanager
@@ -320,106 +346,30 @@ def download_lock(pin: HubPin) -> Iterator[None]:
         yield
 
 
-def _absent(pin: HubPin, names: list[str]) -> list[str]:
-    """What is to be fetched, going by the index in the cache, if the folder has one."""
-    weights = _weights(pin, names)
-    unknown = sorted(set(weights) - set(names))
-    if unknown:
-        raise MissingFileError(
-            f"{pin.repo_id}@{pin.revision}", unknown, "the index names files that the repository doesn't have"
-        )
-    if not weights and INDEX_NAME not in names:
-        others = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-        reason = f"no safetensors file here{_matching(pin)}; other weights: {some_of(others) or 'none'}"
-        raise CheckpointError(f"{pin.repo_id}@{pin.revision}", None, reason)
-    return [name for name in [*companions(names), *weights] if not have(pin, name)]
-
-
 def _matching(pin: HubPin) -> str:
     return f" matches {list(pin.allow_patterns)}" if pin.allow_patterns else ""
 
 
 def _weights(pin: HubPin, names: list[str]) -> list[str]:
-    if INDEX_NAME not in names:
+    index = index_name(names, pin.allow_patterns)
+    if index is None:
         return weight_files(names, None, pin.allow_patterns)
-    with open(os.path.join(snapshot_folder(pin), in_repository(pin, INDEX_NAME)), "rb") as file:
+    with open(os.path.join(snapshot_folder(pin), in_repository(pin, index)), "rb") as file:
         indexed = indexed_files(file.read())
     # With a damaged index nothing more is fetched: reading the checkpoint says what is wrong with it.
     return [] if indexed is None else weight_files(names, indexed, pin.allow_patterns)
 
 
-class _Stopped(Exception):
-    """Another file failed."""
-
-
 def download(pin: HubPin, names: list[str]) -> None:
-    """Fetches files at once; the first that fails stops the others."""
-    if not names:
-        return
-    stop = threading.Event()
-    bar = _stoppable_bar(stop)
-    with ThreadPoolExecutor(min(_DOWNLOAD_THREADS, len(names)), "raywl-download") as pool:
-        try:
-            for done in as_completed([pool.submit(_download_one, pin, name, bar) for name in names]):
-                done.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    """Fetches files of the pin's folder into the cache, at once; the first that fails stops the others.
 
-
-def _download_one(pin: HubPin, name: str, bar: type) -> None:
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    path = in_repository(pin, name)
-    with translated(pin, path):
-        link = huggingface_hub.hf_hub_download(
-            pin.repo_id,
-            path,
-            revision=pin.commit,
-            cache_dir=os.path.dirname(repository_folder(pin.cache_dir, pin.repo_id)),
-            endpoint=_endpoint(pin),
-            token=pin.token,
-            etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
-            tqdm_class=bar,
-        )
-    _check_hash(pin, path, link)
-
-
-def _check_hash(pin: HubPin, name: str, link: str) -> None:
-    """Throws away what isn't what the hub announced: a large file's blob is named by its SHA-256."""
-    blob = os.path.realpath(link)
-    told = os.path.basename(blob)
-    if not _SHA256.fullmatch(told):
-        return
-    digest = hashlib.sha256()
-    with open(blob, "rb", buffering=0) as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    if digest.hexdigest() != told:
-        for path in {link, blob}:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        raise SourceError(
-            f"{pin.repo_id}@{pin.revision}",
-            f"download of {name} brought other bytes than the hub announced (hash {digest.hexdigest()}, "
-            f"expected {told}); it was thrown away",
-            endpoint=_endpoint(pin),
-        )
-
-
-def _stoppable_bar(stop: threading.Event) -> type:
-    """The client's progress bar, which can also end the download that it shows; nothing else can."""
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class Bar(tqdm):
-        def update(self, n: float | None = 1) -> Any:
-            if stop.is_set():
-                raise _Stopped
-            return super().update(n)
-
-    return Bar
+    Raises:
+        MissingFileError: The repository hasn't got them.
+        AuthError, SourceError, CapacityError: They can't be fetched.
+    """
+    if names:
+        source = pin.open()
+        source.bring(source.lacking(names))
 
 
 def note_revision(pin: HubPin) -> None:
@@ -475,8 +425,9 @@ def _check_cached(pin: HubPin) -> None:
         raise _not_cached(repository_folder(pin.cache_dir, pin.repo_id), pin.repo_id, pin.revision)
     listing = listing_in_cache(pin)
     names = folder_names(listing, pin.subfolder)
-    if INDEX_NAME in names and not have(pin, INDEX_NAME):
-        wanted = [INDEX_NAME]
+    index = index_name(names, pin.allow_patterns)
+    if index is not None and not have(pin, index):
+        wanted = [index]
     else:
         wanted = _weights(pin, names)
     missing = [in_repository(pin, name) for name in wanted if not have(pin, name)]
@@ -487,13 +438,23 @@ def _check_cached(pin: HubPin) -> None:
             f"working offline, and {len(missing)} of {len(wanted)} files are absent from the cached snapshot "
             f"{snapshot} (incomplete download? run once online)",
         )
-    if not wanted and INDEX_NAME not in names:
+    if not wanted and index is None:
         where = f"folder {pin.subfolder!r} of " if pin.subfolder else ""
         raise OfflineError(
             ref,
-            f"working offline, and no safetensors file of {where}the cached snapshot {snapshot}"
+            f"working offline, and no weights of {where}the cached snapshot {snapshot}"
             f"{_matching(pin) or ' is there'}; it has: {some_of(sorted(names)) or 'no files'}",
         )
+
+
+def _cached_files(pin: HubPin) -> tuple[RemoteFile, ...]:
+    """What the snapshot in the cache holds."""
+    found = []
+    for name in listing_in_cache(pin):
+        path = os.path.join(snapshot_folder(pin), name)
+        if os.path.isfile(path):
+            found.append(RemoteFile(name, os.path.getsize(path)))
+    return tuple(found)
 
 
 def listing_in_cache(pin: HubPin) -> list[str]:

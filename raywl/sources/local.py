@@ -6,10 +6,13 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 from raywl.errors import NotFoundError, SourceError
+from raywl.sources.base import Report
 
 __all__ = ["LocalSource", "stamp_of"]
 
@@ -40,6 +43,8 @@ class LocalSource:
     only: str | None = None
     """The one file that was asked for, by name, or `None` for the folder."""
     identity: str | None = None
+    kind: ClassVar[str] = "local"
+    is_remote: ClassVar[bool] = False
 
     @classmethod
     def open(cls, ref: str, subfolder: str | None = None) -> LocalSource:
@@ -98,6 +103,15 @@ class LocalSource:
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
+
+    def label(self, name: str) -> str:
+        return self.path(name)
+
+    def fetch(self, names: Iterable[str], report: Report | None = None) -> int:
+        return 0
+
+    def known_hashes(self, name: str) -> Mapping[str, str]:
+        return {}
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -10,16 +10,21 @@ from typing import Any
 from raywl.sources.base import Source
 from raywl.sources.hub import HubPin
 from raywl.sources.local import LocalSource
+from raywl.sources.store import StorePin
 
-__all__ = ["pin", "resolve"]
+__all__ = ["Pin", "local_path", "pin", "resolve"]
+
+Pin = HubPin | StorePin
+"""One state of a remote checkpoint, and how to get it."""
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _REPOSITORY = re.compile(r"^\w[\w.-]*/\w[\w.-]*(@.*)?$", re.ASCII | re.DOTALL)
-_SUPPORTED = "a local path, org/name[@revision], and hf://org/name[@revision]"
+_LOCAL = ("file", "local")
+_HUB_URL = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<repo>[^/?#]+/[^/?#]+)/?$")
 
 
 def resolve(
-    ref: str | os.PathLike[str] | HubPin,
+    ref: str | os.PathLike[str] | Pin,
     *,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -29,26 +34,43 @@ def resolve(
     storage_options: Mapping[str, Any] | None = None,
     offline: bool | None = None,
 ) -> Source:
-    """The source that `ref` names; a repository's files are downloaded first.
+    """The source that `ref` names; of a remote one, only its listing and index are read.
 
     Args: as of `open_checkpoint`.
 
     Raises:
         ValueError: Options that mean nothing for such a ref, or a ref of an unknown kind.
-        NotFoundError: There is no such path, repository or revision.
+        NotFoundError: There is no such path, repository, revision, bucket or key.
         RaywlError: As `open_checkpoint`.
     """
-    if isinstance(ref, HubPin):
-        if revision or subfolder or cache_dir or token or allow_patterns or offline is not None:
+    if isinstance(ref, Pin):
+        if (
+            revision
+            or subfolder
+            or cache_dir
+            or token
+            or allow_patterns
+            or storage_options
+            or offline is not None
+        ):
             raise ValueError("a pin has all options in itself; give them to raywl.sources.pin")
         return ref.open()
     name = os.fsdecode(ref)
-    _check_kind(name, storage_options)
-    if not _is_hub_ref(ref):
-        if revision is not None:
-            raise ValueError(f"{name!r} is a local path, which has no revision {revision!r}")
-        return LocalSource.open(name, subfolder)
-    found, names = HubPin.find(
+    kind = _kind_of(ref)
+    _check_options(name, kind, revision, token, storage_options)
+    if kind == "local":
+        return LocalSource.open(local_path(ref), subfolder)
+    if kind == "store":
+        found, seen = StorePin.find(
+            name,
+            subfolder=subfolder,
+            cache_dir=cache_dir,
+            allow_patterns=allow_patterns,
+            storage_options=storage_options,
+            offline=offline,
+        )
+        return found.open(seen)
+    return HubPin.find(
         name,
         revision=revision,
         subfolder=subfolder,
@@ -56,12 +78,11 @@ def resolve(
         token=token,
         allow_patterns=allow_patterns,
         offline=offline,
-    )
-    return found.open(names)
+    )[0].open()
 
 
 def pin(
-    ref: str | os.PathLike[str] | HubPin,
+    ref: str | os.PathLike[str] | Pin,
     *,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -71,16 +92,17 @@ def pin(
     storage_options: Mapping[str, Any] | None = None,
     offline: bool | None = None,
     timeout_s: float = 3600.0,
-) -> HubPin | None:
-    """What a driver sends to its nodes instead of a repository's name, so that all open the same commit.
+) -> Pin | None:
+    """What a driver sends to its nodes instead of a remote checkpoint's name, so that all open the same.
 
-    Downloads nothing: opening the pin on a node does, into that node's cache.
+    Fetches no data: a node does when it uses the pin, into its own cache.
 
     Args:
         ref: As for `open_checkpoint`; a pin is given back as it is.
         revision, subfolder, cache_dir, token, allow_patterns, storage_options, offline: As for
-            `open_checkpoint`. Without a token, the one that the hub's client finds on the driver goes along.
-        timeout_s: How long each opening waits for another process that downloads the same.
+            `open_checkpoint`. Without a token, the one that the hub's client finds on the driver goes along;
+            so do storage options, and the driver's `AWS_*` keys and endpoint where they hold none.
+        timeout_s: How long each fetch waits for another process that fetches the same.
 
     Returns:
         `None` for a local path, which each node opens itself.
@@ -88,12 +110,23 @@ def pin(
     Raises:
         ValueError, NotFoundError, AuthError, OfflineError, SourceError: As `open_checkpoint`.
     """
-    if isinstance(ref, HubPin):
+    if isinstance(ref, Pin):
         return ref
     name = os.fsdecode(ref)
-    _check_kind(name, storage_options)
-    if not _is_hub_ref(ref):
+    kind = _kind_of(ref)
+    _check_options(name, kind, revision, token, storage_options)
+    if kind == "local":
         return None
+    if kind == "store":
+        return StorePin.find(
+            name,
+            subfolder=subfolder,
+            cache_dir=cache_dir,
+            allow_patterns=allow_patterns,
+            storage_options=storage_options,
+            offline=offline,
+            timeout_s=timeout_s,
+        )[0].checked_for_nodes()
     return HubPin.find(
         name,
         revision=revision,
@@ -106,18 +139,51 @@ def pin(
     )[0]
 
 
-def _check_kind(ref: str, storage_options: Mapping[str, Any] | None) -> None:
-    scheme = _SCHEME.match(ref)
-    if scheme and scheme[1] != "hf" and not os.path.lexists(ref):
-        raise ValueError(f"{scheme[1]}:// can't be opened; what can is {_SUPPORTED}")
-    if storage_options:
+def local_path(ref: str | os.PathLike[str]) -> str:
+    """The path that a local ref names; `file://` has it as it is, nothing in it is decoded."""
+    name = os.fsdecode(ref)
+    scheme = _SCHEME.match(name)
+    if scheme and scheme[1].lower() in _LOCAL and not os.path.lexists(name):
+        return name[scheme.end() :]
+    return name
+
+
+def _kind_of(ref: str | os.PathLike[str]) -> str:
+    """`local`, `hub` or `store`. What is there on this machine is a path, whatever it looks like.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    name = os.fsdecode(ref)
+    if os.path.lexists(os.path.expanduser(name)):
+        return "local"
+    if "://" in name and "::" in name.partition("://")[0]:
+        raise ValueError(f"{name!r}: chained URLs can't be opened; give the one that holds the files")
+    scheme = _SCHEME.match(name)
+    if scheme:
+        kind = scheme[1].lower()
+        if found := _HUB_URL.match(name):
+            raise ValueError(
+                f"{name!r} is a page about a repository; the repository itself is {found['repo']!r}"
+            )
+        return "local" if kind in _LOCAL else "hub" if kind == "hf" else "store"
+    is_file = name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+    is_repository = isinstance(ref, str) and _REPOSITORY.match(name) and not is_file
+    return "hub" if is_repository else "local"
+
+
+def _check_options(
+    name: str,
+    kind: str,
+    revision: str | None,
+    token: str | None,
+    storage_options: Mapping[str, Any] | None,
+) -> None:
+    """Raises `ValueError` for options that mean nothing for such a ref."""
+    if revision is not None and kind != "hub":
+        what = "a local path" if kind == "local" else "a store's URL"
+        raise ValueError(f"{name!r} is {what}, which has no revision {revision!r}")
+    if storage_options and kind != "store":
         raise ValueError("storage_options mean nothing for a local path or a hub's repository")
-
-
-def _is_hub_ref(ref: str | os.PathLike[str]) -> bool:
-    """Whether it names a repository. What is there on this machine is a path, whatever it looks like."""
-    if not isinstance(ref, str) or os.path.lexists(os.path.expanduser(ref)):
-        return False
-    if ref.startswith("hf://"):
-        return True
-    return bool(_REPOSITORY.match(ref)) and not ref.endswith(".safetensors")
+    if token is not None and kind == "store":
+        raise ValueError("token is for a hub; a store's credentials are given as storage_options")

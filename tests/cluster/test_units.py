@@ -88,8 +88,8 @@ class Wire:
     def end_this_actor(self) -> None:
         self.ended.set()
 
-    def count_fetched(self, nbytes: int) -> None:
-        self.fetched_bytes = nbytes
+    def count_fetched(self, source: str, nbytes: int) -> None:
+        self.fetched_bytes = {source: nbytes}
 
 
 def test_an_agent_ends_when_it_is_told_to():
@@ -112,7 +112,7 @@ def test_an_agent_opens_once_and_says_when_it_changed(checkpoint):
     agent = NodeAgent("n1", "10.0.0.1", Wire(Beat(True, False, 3600.0, ("g",))))
     request = SourceRequest("g", checkpoint, {"subfolder": None})
     opened = agent.open(request)
-    assert (opened.num_tensors, opened.fetched_bytes) == (2, 0)
+    assert (opened.num_tensors, opened.kind) == (2, "local")
     first = agent.checkpoint(request, opened.identity)
     assert agent.checkpoint(request, opened.identity) is first
     with pytest.raises(CheckpointError, match=r"\[node 10\.0\.0\.1\] .*changed"):

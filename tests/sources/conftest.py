@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from huggingface_hub import constants
 from safetensors.numpy import save
 
 from tests.hub_server import HubServer
+
+T = TypeVar("T")
 
 
 def shard(names: Sequence[str], rows: int = 4) -> bytes:
@@ -96,6 +100,8 @@ def client_environment(hub: HubServer, home: Path) -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DOWNLOAD_TIMEOUT": "5",
         "HF_HUB_ETAG_TIMEOUT": "5",
+        "RAYWL_STALL_S": "2",
+        "RAYWL_RETRIES": "1",
     }
 
 
@@ -111,16 +117,17 @@ def start(hub: HubServer, home: Path, code: str, *args: str, **environment: str)
     )
 
 
-OPEN = """
+FETCH = """
 import sys, pickle, json
 from raywl.opening import open_checkpoint
 try:
     checkpoint = open_checkpoint(sys.argv[1])
+    checkpoint.fetch()
     print(json.dumps({"identity": checkpoint.identity, "tensors": sorted(checkpoint.tensors)}))
 except Exception as error:
     print(json.dumps({"error": type(error).__name__, "text": str(error)}))
 """
-"""Opens its argument and prints what it is, or the error."""
+"""Opens its argument, makes its files local, and prints what it is, or the error."""
 
 
 def answer(process: subprocess.Popen[str], timeout_s: float = 60.0) -> dict[str, object]:
@@ -133,3 +140,22 @@ def answer(process: subprocess.Popen[str], timeout_s: float = 60.0) -> dict[str,
         raise AssertionError(f"no answer in {timeout_s} s: {err}") from None
     assert process.returncode == 0, err
     return dict(json.loads(out.splitlines()[-1]))
+
+
+def until(look: Callable[[], T], timeout_s: float = 30.0) -> T:
+    """What `look` gives once that is something; it is called again and again."""
+    end_s = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < end_s, f"not within {timeout_s} s"
+        time.sleep(0.01)
+    return found
+
+
+def spans_left(folder: Path, at_least: int) -> list[tuple[int, int]]:
+    """What part files say is there, in the journal of the only one that has so many bytes."""
+    for journal in folder.rglob("*.incomplete.journal"):
+        lines = journal.read_text().splitlines()[1:]
+        spans = [(int(start), int(end)) for start, _, end in (line.partition(" ") for line in lines) if end]
+        if spans and sum(end - start for start, end in spans) >= at_least:
+            return spans
+    return []

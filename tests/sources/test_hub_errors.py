@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -21,9 +21,9 @@ TOKEN = "hf_s3cretT0ken"
 
 
 def failure(ref="org/name", **options) -> RaywlError:
-    """The error of opening; whatever it is, it shows no secret."""
+    """The error of opening and fetching; whatever it is, it shows no secret."""
     with pytest.raises(RaywlError) as caught:
-        open_checkpoint(ref, **options)
+        open_checkpoint(ref, **options).fetch()
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(caught.value))
     for secret in (TOKEN, SIGNATURE, "passw0rd"):
         assert secret not in shown
@@ -151,63 +151,105 @@ def test_a_client_that_was_imported_offline(client, monkeypatch):
 def left(tmp_path):
     """Files of the cache that are not whole, or that are links to nothing."""
     repository = tmp_path / "hub" / "models--org--name"
-    found = [path for path in repository.rglob("*") if "incomplete" in path.name or not path.exists()]
-    if not hasattr(huggingface_hub, "get_cached_repo_tree"):
-        # Before 2.x the client keeps what it has of a file, to go on from there.
-        found = [path for path in found if not path.name.endswith(".incomplete")]
-    return found
+    return [path for path in repository.rglob("*") if "incomplete" in path.name or not path.exists()]
+
+
+LARGE = 20_000
+"""Rows of tensors so that reading a header leaves most of a file for later."""
 
 
 @pytest.mark.parametrize(("how", "status"), [("500", 500), ("403", 403), ("404", 404), ("reset", None)])
 def test_a_download_that_fails(client, tmp_path, how, status):
-    """Nothing is left behind, and a second try fetches the rest."""
-    client.add("org/name", sharded())
+    """Nothing half-written is under a name, and a second try fetches the rest alone."""
+    files = sharded(LARGE)
+    client.add("org/name", files)
+    checkpoint = open_checkpoint("org/name")
     client.fail("/cdn/*model-00002*", how, method="GET")
-    error = failure()
-    assert isinstance(error, SourceError)
+    with pytest.raises(SourceError) as caught:
+        checkpoint.fetch()
+    error = caught.value
     assert (error.status, error.endpoint) == (status, client.url)
     assert "download of model-00002-of-00002.safetensors" in str(error)
-    assert left(tmp_path) == []
     assert not list(tmp_path.rglob("snapshots/*/model-00002*"))
 
     client.mend()
-    done = client.downloads()
-    assert set(open_checkpoint("org/name").tensors) == {"a", "b", "c"}
-    again = client.downloads() - done
-    assert set(again) <= {f"org/name/{name}" for name in FETCHED}
-    assert again["org/name/model-00002-of-00002.safetensors"] == 1
-    assert again["org/name/model.safetensors.index.json"] == 0
+    whole = {path.name for path in tmp_path.glob("hub/*/snapshots/*/*")}
+    client.forget()
+    checkpoint.fetch()
+    assert left(tmp_path) == []
+    assert checkpoint.verify(deep=True).ok
+    assert {r.path.rpartition("/")[2] for r in client.requests} <= FETCHED - whole
 
 
-@pytest.mark.skipif(
-    not hasattr(huggingface_hub, "get_cached_repo_tree"), reason="clients before 2.x don't try again"
-)
 def test_a_cut_connection_goes_on_where_it_stopped(client):
-    # The client keeps what it gets in pieces of 10 MiB.
-    files = {"model.safetensors": shard(["a"], rows=500_000)}
+    """From the very byte."""
+    files = {"model.safetensors": shard(["a"], rows=100_000)}
     client.add("org/name", files)
     size = len(files["model.safetensors"])
-    client.fail("/cdn/*", "cut", times=1, after_bytes=12 << 20)
-    assert open_checkpoint("org/name").verify(deep=True).ok
-    ranges = [request.range for request in client.requests if request.path.startswith("/cdn/")]
-    assert ranges == [None, f"bytes={10 << 20}-"]
-    assert client.num_bytes("/cdn/*") == size + (2 << 20)
+    checkpoint = open_checkpoint("org/name")
+    client.forget()
+    client.fail("/cdn/*", "cut", times=1, after_bytes=2 << 20)
+    checkpoint.fetch()
+    assert checkpoint.verify(deep=True).ok
+    head, rest = (request.range for request in client.requests if request.path.startswith("/cdn/"))
+    start = int(head.removeprefix("bytes=").partition("-")[0])
+    assert rest == f"bytes={start + (2 << 20)}-{size - 1}"
+    assert client.num_bytes("/cdn/*") == size - start
 
 
-def test_the_first_failure_ends_the_other_downloads(client, tmp_path):
+def test_the_first_failure_ends_the_other_downloads(client, tmp_path, monkeypatch):
     """A large file that is on its way doesn't keep the error for itself until it is done."""
-    client.add("org/name", sharded(rows=500_000))
-    slow = client.fail("/cdn/*model-00001*", "hang", times=1, after_bytes=1 << 20)
-    client.fail("/cdn/*model-00002*", "500", method="GET")
-    error = failure()
-    assert "model-00002" in str(error)
-    assert slow.reached.is_set()
-    assert left(tmp_path) == []
+    monkeypatch.setenv("RAYWL_STALL_S", "60")
+    monkeypatch.setenv("RAYWL_RETRIES", "0")
+    client.add("org/name", sharded(LARGE))
+    checkpoint = open_checkpoint("org/name")
+    slow = client.fail("/cdn/*model-00001*", "hang", times=1, after_bytes=1 << 10)
+    broken = client.fail("/cdn/*model-00002*", "hang")
+    broken.cut_when_released = True
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(checkpoint.fetch)
+        assert slow.reached.wait(30)
+        assert broken.reached.wait(30)
+        broken.released.set()
+        with pytest.raises(SourceError, match="model-00002"):
+            fetch.result(30)
+    assert not slow.released.is_set()
     assert not list(tmp_path.rglob("snapshots/*/model-0000*"))
 
 
-def test_a_full_disk(client, tmp_path):
-    """The folder is a file: as good as a disk that takes nothing."""
+def test_a_stalled_download_is_cut_and_goes_on(client, monkeypatch):
+    monkeypatch.setenv("RAYWL_STALL_S", "0.5")
+    client.add("org/name", {"model.safetensors": shard(["a"], rows=LARGE)})
+    stuck = client.fail("/cdn/*", "hang", times=1, after_bytes=1 << 10)
+    checkpoint = open_checkpoint("org/name")
+    assert stuck.reached.is_set()
+    stuck = client.fail("/cdn/*", "hang", times=1, after_bytes=1 << 10)
+    checkpoint.fetch()
+    assert stuck.reached.is_set()
+    assert checkpoint.verify(deep=True).ok
+
+
+def test_a_busy_hub_is_given_the_time_that_it_asks_for(client):
+    client.add("org/name", {"model.safetensors": shard(["a"], rows=LARGE)})
+    checkpoint = open_checkpoint("org/name")
+    client.fail("/cdn/*", "429", times=1, retry_after_s=1)
+    began_s = time.monotonic()
+    checkpoint.fetch()
+    assert time.monotonic() - began_s >= 1
+    assert checkpoint.verify(deep=True).ok
+    client.fail("/cdn/*", "429", retry_after_s=3600)
+    client.add("org/name", {"model.safetensors": shard(["b"], rows=LARGE)})
+    assert "try again after 3600 s" in str(failure())
+
+
+def test_a_gated_repository_whose_listing_is_open(client):
+    """As on the real hub: the refusal comes with the first file."""
+    client.add("org/name", sharded(), gated=True)
+    assert type(failure()) is AuthError
+
+
+def test_a_cache_that_can_not_be_made(client, tmp_path):
+    """Its folder is a file."""
     client.add("org/name", sharded())
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "models--org--name").touch()
@@ -262,11 +304,12 @@ def test_a_page_in_the_hubs_place(client):
 
 def test_a_garbled_download_is_thrown_away(client, tmp_path):
     """The second try fetches it again; the right bytes come."""
-    client.add("org/name", sharded())
+    client.add("org/name", sharded(LARGE))
+    checkpoint = open_checkpoint("org/name")
     client.fail("/cdn/*model-00002*", "garble", method="GET")
-    error = failure()
-    assert type(error) is SourceError
-    assert "other bytes than the hub announced" in str(error)
-    assert left(tmp_path) == []
+    with pytest.raises(SourceError, match="other bytes than the hub announced"):
+        checkpoint.fetch()
+    assert [path for path in left(tmp_path) if "journal" not in path.name] == []
     client.mend()
-    assert set(open_checkpoint("org/name").tensors) == {"a", "b", "c"}
+    checkpoint.fetch()
+    assert checkpoint.verify(deep=True).ok

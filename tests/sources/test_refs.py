@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from raywl.checkpoint.index import choose_files, parse_index
-from raywl.errors import NotFoundError
+from raywl.errors import NotFoundError, SourceError
 from raywl.opening import open_checkpoint
 from raywl.sources import HubPin, pin, resolve
 from raywl.sources.hub import parse_hub_ref
-from raywl.sources.selection import companions, folder_names, indexed_files, weight_files
+from raywl.sources.selection import companions, folder_names, format_of, indexed_files, weight_files
 from tests.sources.conftest import shard, sharded
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -78,21 +78,61 @@ def test_an_existing_path_always_wins(client, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ref", ["s3://bucket/key", "gs://b/k", "ms://org/name", "https://huggingface.co/org/name"]
+    ("ref", "said"),
+    [
+        ("nosuch://bucket/key", "no protocol of fsspec"),
+        ("simplecache::s3://bucket/key", "chained"),
+        ("https://huggingface.co/org/name", "the repository itself is 'org/name'"),
+        ("s3://", "names no bucket"),
+        ("s3:///key", "names no bucket"),
+    ],
 )
 @pytest.mark.parametrize("use", [resolve, pin, open_checkpoint])
-def test_other_schemes_are_refused_with_what_there_is(use, ref):
-    with pytest.raises(
-        ValueError, match=r"can't be opened; what can is a local path, org/name\[@revision\], and hf"
-    ):
+def test_what_is_no_url_of_a_store(use, ref, said):
+    with pytest.raises(ValueError, match=said):
         use(ref)
+
+
+def test_a_protocol_whose_package_is_absent():
+    with pytest.raises(SourceError, match="needs a package that isn't installed"):
+        open_checkpoint("oss://bucket/key")
+
+
+@pytest.mark.parametrize("use", [pin, open_checkpoint])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"revision": "v1"}, "has no revision"),
+        ({"token": "t0ken"}, "token is for a hub"),
+        ({"subfolder": "../x"}, "leads out"),
+        ({"storage_options": {"nosuch": 1}}, r"storage_options \[.*'nosuch'.*\] don't suit"),
+    ],
+)
+def test_what_a_store_does_not_take(use, options, said):
+    with pytest.raises(ValueError, match=said):
+        use("s3://bucket/key", **options)
 
 
 @pytest.mark.parametrize("ref", ["org/name", "hf://org/name", "."])
 @pytest.mark.parametrize("use", [pin, open_checkpoint])
-def test_storage_options_belong_to_nothing_here(use, ref):
+def test_storage_options_belong_to_stores(use, ref):
     with pytest.raises(ValueError, match="storage_options"):
         use(ref, storage_options={"key": "v"})
+
+
+@pytest.mark.parametrize("scheme", ["file", "local", "FILE"])
+@pytest.mark.parametrize("name", ["m", "m%25 [1]+#?"])
+def test_files_by_url(client, tmp_path, scheme, name):
+    """The path is taken as it is; nothing is copied anywhere."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(shard(["a"]))
+    for ref in (f"{scheme}://{folder}", f"{scheme}://{folder}/model.safetensors"):
+        checkpoint = open_checkpoint(ref)
+        assert checkpoint.path("model.safetensors") == str(folder / "model.safetensors")
+        assert pin(ref) is None
+    with pytest.raises(NotFoundError, match="path not found"):
+        open_checkpoint(f"{scheme}://{folder}/none")
 
 
 def test_a_local_path_has_no_revision(tmp_path):
@@ -141,7 +181,7 @@ def test_what_is_fetched_is_what_is_read(names, raw):
     """The manifest, which is made later and one layer up, picks the same files."""
     indexed = None if raw is None else indexed_files(raw)
     weight_map = None if raw is None else parse_index(raw, "index").weight_map
-    assert sorted(choose_files(names, weight_map)) == weight_files(names, indexed)
+    assert sorted(choose_files(names, weight_map, format_of(names))) == weight_files(names, indexed)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 _XET_HIGH_PERFORMANCE = "HF_XET_HIGH_PERFORMANCE"
 _SAFETENSORS = "*.safetensors"
+_WAIT_S = 3600.0
+"""How long a process waits for another one that downloads the same."""
 _xet_was_set_here = False
 
 
@@ -288,7 +290,11 @@ def _fetch(pin: HubPin, listing: tuple[str, ...], choice: _Choice) -> None:
 
 
 def _download_locked(pin: HubPin, names: list[str]) -> None:
-    with hub.download_lock(pin):
+    """Downloads what is absent, under the model's lock, and the one that other ways of downloading take."""
+    from raywl.locks import acquire_within, get_lock
+
+    model_lock = get_lock(pin.repo_id, pin.cache_dir)
+    with acquire_within(model_lock, _WAIT_S, f"download of {pin}"), hub.download_lock(pin):
         hub.download(pin, [name for name in names if not hub.have(pin, name)])
 
 

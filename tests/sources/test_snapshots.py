@@ -15,11 +15,13 @@ from raywl.errors import (
     AuthError,
     CheckpointError,
     CorruptFileError,
+    LockError,
     MissingFileError,
     NotFoundError,
     OfflineError,
     SourceError,
 )
+from raywl.locks import acquire_within, get_lock
 from raywl.sources import HubPin, snapshots
 from raywl.weight_utils import (
     download_safetensors_index_file_from_hf,
@@ -434,6 +436,38 @@ def test_four_processes_fetch_each_file_once(hub, tmp_path):
     assert fetched(hub) == {INDEX, *SHARDS}
     folder = str(tmp_path / "hub/models--org--name/snapshots" / commit)
     assert found == [{"folder": folder, "names": sorted({INDEX, *SHARDS})}] * 4
+
+
+@pytest.mark.parametrize("what", ["weights", "index"])
+def test_the_models_lock_is_held(client, tmp_path, monkeypatch, what):
+    """Whoever holds it is waited for, but not for ever; and it is not needed for what is there."""
+    client.add("org/name", sharded())
+    monkeypatch.setattr(snapshots, "_WAIT_S", 0.2)
+    code = (
+        "import signal, sys\nfrom raywl.locks import *\n"
+        "with acquire_within(get_lock('org/name', sys.argv[1]), 5, 'x'):\n"
+        "    print('held', flush=True); signal.pause()"
+    )
+
+    def download():
+        if what == "weights":
+            download_weights_from_hf("org/name", tmp_path / "mine", HF)
+        else:
+            download_safetensors_index_file_from_hf("org/name", INDEX, tmp_path / "mine")
+
+    holder = start(client, tmp_path, code, str(tmp_path / "mine"))
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LockError, match=r"download of .*org/name.*: waited 0\.2 s") as caught:
+            download()
+        assert f"process {holder.pid} of " in caught.value.holder
+        assert not client.downloads()
+    finally:
+        holder.kill()
+        holder.communicate()
+    download()
+    with acquire_within(get_lock("org/name", tmp_path / "mine"), 5, "test"):
+        download()
 
 
 def test_a_failed_download_leaves_nothing_under_its_name(client):

@@ -62,7 +62,9 @@ def positive(text: str) -> int:
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """REF and how it is opened."""
     parser.add_argument(
-        "ref", metavar="REF", help="folder with safetensors files, one such file, or org/name[@revision]"
+        "ref",
+        metavar="REF",
+        help="folder with weight files (safetensors, .bin, .pt), one such file, or org/name[@revision]",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
     parser.add_argument("--cache-dir", metavar="FOLDER", help="the hub's cache; by default its own client's")

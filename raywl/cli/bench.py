@@ -13,10 +13,11 @@ from raywl.cli.arguments import (
     positive,
     source_arguments,
 )
-from raywl.cli.outcome import BUG, DONE
+from raywl.cli.outcome import BUG, DONE, UsageError
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts
 from raywl.opening import open_checkpoint
+from raywl.sources.selection import SAFETENSORS
 from raywl.text import format_bytes
 from raywl.types import Shard
 
@@ -58,6 +59,11 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
     manifest = open_checkpoint(args.ref, **source_arguments(args))
     # What is compared is reading.
     manifest.fetch(progress=out.progress())
+    if manifest.format != SAFETENSORS.name:
+        raise UsageError(
+            f"{args.ref} has {manifest.format} files; what is measured beside raywl reads safetensors files "
+            "alone (`raywl convert` makes them)"
+        )
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     benchmark = LoadBenchmark(
         manifest,

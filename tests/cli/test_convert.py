@@ -84,6 +84,12 @@ def test_refusals(folder, tmp_path, monkeypatch, capsys):
         assert sorted(os.listdir()) == before
 
 
+def test_nothing_to_measure_beside(folder, capsys):
+    """`bench load` compares with readers of safetensors files, which don't take these."""
+    assert main(["bench", "load", str(folder), "--json"]) == 2
+    assert "raywl convert" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
 def test_inspect_and_verify(raywl, folder):
     """Both take such a folder, say what they left out, and find damage by the archives' checksums."""
     shown = raywl("inspect", folder, "--tensors")

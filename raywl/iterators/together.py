@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+import torch.distributed.distributed_c10d
 
 from raywl.errors import ClusterError, RaywlError
 
@@ -35,6 +35,9 @@ _WAIT_S = 1800.0
 _PIECE_BYTES = 256 << 20
 
 T = TypeVar("T")
+
+_c10d: Any = torch.distributed.distributed_c10d
+"""Some of its names aren't exported as types are."""
 
 
 def resolve_group(group: Any) -> Any:
@@ -74,9 +77,9 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.rank, self.size = rank, size
         self._told = False
         key = _meet(group, rank, size)
-        self._store: Any = dist.PrefixStore(key, c10d._get_default_store())
+        self._store: Any = _c10d.PrefixStore(key, _c10d._get_default_store())
         try:
-            self._line: Any = dist.ProcessGroupGloo(self._store, rank, size, timedelta(seconds=_MEET_S))
+            self._line: Any = _c10d.ProcessGroupGloo(self._store, rank, size, timedelta(seconds=_MEET_S))
         except RuntimeError as error:
             raise self.lost(error) from error
 
@@ -148,12 +151,12 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._line = None
 
     def _all(self, rows: list[torch.Tensor], own: torch.Tensor) -> None:
-        options = c10d.AllgatherOptions()
+        options = _c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=_WAIT_S)
         self._do(lambda: self._line.allgather([rows], [own], options))
 
     def _from_reader(self, tensor: torch.Tensor) -> None:
-        options = c10d.BroadcastOptions()
+        options = _c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = READER, 0
         options.timeout = timedelta(seconds=_WAIT_S)
         self._do(lambda: self._line.broadcast([tensor], options))

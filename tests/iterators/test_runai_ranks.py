@@ -180,8 +180,22 @@ def test_a_reader_that_fails_in_the_middle_ends_all(checkpoint, shared):
         assert error.path == path
 
 
-@pytest.mark.parametrize("store", ["apart", "rank 0"])
-@pytest.mark.parametrize("name", ["g.1", "a.table", "d.table"])
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [
+        ("a.table", "apart"),
+        ("d.table", "rank 0"),
+        *(
+            pytest.param(name, store, marks=pytest.mark.slow)
+            for name, store in (
+                ("a.table", "rank 0"),
+                ("d.table", "apart"),
+                ("g.1", "apart"),
+                ("g.1", "rank 0"),
+            )
+        ),
+    ],
+)
 def test_a_reader_that_is_killed_ends_all(checkpoint, name, store):
     """Where all are at their own files, at a shared tensor, and at a later file."""
     errors = failures(run(checkpoint, 4, at={(0, name): "die"}, store=store), 0)
@@ -195,8 +209,14 @@ def test_another_rank_that_is_killed_ends_all(checkpoint):
     assert all("has gone without a word" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("name", ["a.table", "e.norm"])
+@pytest.mark.parametrize(
+    ("who", "name"),
+    [
+        (0, "a.table"),
+        (2, "e.norm"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "e.norm"), (2, "a.table"))),
+    ],
+)
 def test_a_consumer_that_stops_early_ends_all(checkpoint, who, name):
     """At its last tensor, too. It may have failed itself, or think that it has all it needs."""
     ranks = run(checkpoint, at={(who, name): "stop"})

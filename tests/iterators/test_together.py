@@ -15,8 +15,17 @@ def test_all_say_and_hear_the_same():
     assert [rank.value for rank in run_ranks(scenarios.line, 3, "nobody", "-")] == ["done"] * 3
 
 
-@pytest.mark.parametrize("how", ["raises", "dies", "returns"])
-@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [
+        ("first", "raises"),
+        ("first", "dies"),
+        ("last", "dies"),
+        ("last", "returns"),
+        pytest.param("first", "returns", marks=pytest.mark.slow),
+        pytest.param("last", "raises", marks=pytest.mark.slow),
+    ],
+)
 def test_one_that_ends_early_ends_all(who, how):
     """Four ranks, so that one of them isn't next to the one that ends; all stay alive afterwards."""
     ranks = run_ranks(scenarios.line, 4, who, how)
@@ -38,7 +47,7 @@ def test_the_store_may_die_with_a_rank():
     assert all(isinstance(rank.error, ClusterError) for rank in others)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_was_gone_before_is_named(victim):
     ranks = run_ranks(scenarios.meet, 4, victim)
     assert ranks.pop(victim).kind == "killed"
@@ -50,7 +59,7 @@ def test_one_that_was_gone_before_is_named(victim):
 
 def test_a_line_can_follow_another():
     """None is left half closed for the next, however fast they come."""
-    assert [rank.value for rank in run_ranks(scenarios.line_again, 4, 50)] == [50] * 4
+    assert [rank.value for rank in run_ranks(scenarios.line_again, 4, 30)] == [30] * 4
 
 
 def test_alone_there_is_nobody_to_talk_to():

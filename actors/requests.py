@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raywl.checkpoint import Manifest
-from raywl.sources import HubSource, LocalSource, Pin, StoreSource, local_path, pin
+from raywl.sources import HubSource, LocalSource, ModelScopeSource, Pin, StoreSource, local_path, pin
 
 if TYPE_CHECKING:
     from raywl.opening import Checkpoint
@@ -78,7 +78,7 @@ def request_for_nodes(
     pinned = pin(told, **source)
     if pinned is not None:
         return SourceRequest(group, pinned)
-    path: Any = os.fspath(told)
+    path: Any = os.fspath(told)  # type: ignore[arg-type]
     if not isinstance(path, str):
         raise TypeError(f"ref must be a path of str, not {type(path).__name__}")
     path = local_path(path)
@@ -91,7 +91,7 @@ def request_for_nodes(
 def _name_of(checkpoint: Manifest) -> tuple[str | Pin, dict[str, Any]]:
     """What a node opens the same by, and the options to it."""
     source = checkpoint.source
-    if isinstance(source, HubSource | StoreSource):
+    if isinstance(source, HubSource | ModelScopeSource | StoreSource):
         return source.pin_for_others(), {}
     if isinstance(source, LocalSource):
         return os.path.join(source.folder, source.only or ""), {}

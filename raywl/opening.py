@@ -103,18 +103,20 @@ def open_checkpoint(
 
     Args:
         ref: A folder or one weight file; or a repository of the hub, as `org/name`,
-            `org/name@revision` or `hf://org/name@revision`; or the URL of a folder or file in a store that
-            fsspec knows: `s3://`, `gs://`, `http(s)://`, `memory://`, `file://` ...; or what
-            `raywl.sources.pin` made of one. What is there as a local path is always taken as one.
-        revision: Branch, tag or commit of a repository; `main` by default.
+            `org/name@revision` or `hf://org/name@revision`; or one of ModelScope, as
+            `ms://org/name@revision`; or the URL of a folder or file in a store that fsspec knows: `s3://`,
+            `gs://`, `http(s)://`, `memory://`, `file://` ...; or what `raywl.sources.pin` made of one. What
+            is there as a local path is always taken as one.
+        revision: Branch, tag or commit of a repository; by default `main`, and `master` of ModelScope.
         subfolder: A folder inside of it.
-        cache_dir: Where fetched files are kept: the hub's cache folder, by default where its own client has
-            it; or raywl's for stores, by default `RAYWL_CACHE`, or `raywl` in the user's cache folder.
-        token: For the hub; by default the one that its own client finds.
+        cache_dir: Where fetched files are kept: the hub's or ModelScope's cache folder, by default where its
+            own client has it; or raywl's for stores, by default `RAYWL_CACHE`, or `raywl` in the user's
+            cache folder.
+        token: For the hub or ModelScope; by default the one that its own client finds.
         allow_patterns: Only weight files whose names match one of these.
         storage_options: A store's, as fsspec's file system for it takes them: keys, endpoint, headers ...
         offline: Whether to use what the cache holds and to ask nobody; by default as `RAYWL_OFFLINE` or, for
-            the hub, `HF_HUB_OFFLINE` says.
+            repositories, `HF_HUB_OFFLINE` says.
 
     Raises:
         ValueError: A ref of an unknown kind, or options that mean nothing for it.

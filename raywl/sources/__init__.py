@@ -5,6 +5,8 @@ from raywl.sources.cached import CachedSource
 from raywl.sources.hub import HubPin
 from raywl.sources.hub_source import HubSource
 from raywl.sources.local import LocalSource
+from raywl.sources.modelscope_pin import ModelScopePin
+from raywl.sources.modelscope_source import ModelScopeSource
 from raywl.sources.resolve import Pin, local_path, pin, resolve
 from raywl.sources.store import StorePin, StoreSource
 
@@ -13,6 +15,8 @@ __all__ = [
     "HubPin",
     "HubSource",
     "LocalSource",
+    "ModelScopePin",
+    "ModelScopeSource",
     "Pin",
     "RemoteFile",
     "Source",

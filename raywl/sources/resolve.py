@@ -10,16 +10,18 @@ from typing import Any
 from raywl.sources.base import Source
 from raywl.sources.hub import HubPin
 from raywl.sources.local import LocalSource
+from raywl.sources.modelscope_pin import ModelScopePin
 from raywl.sources.store import StorePin
 
 __all__ = ["Pin", "local_path", "pin", "resolve"]
 
-Pin = HubPin | StorePin
+Pin = HubPin | ModelScopePin | StorePin
 """One state of a remote checkpoint, and how to get it."""
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _REPOSITORY = re.compile(r"^\w[\w.-]*/\w[\w.-]*(@.*)?$", re.ASCII | re.DOTALL)
 _LOCAL = ("file", "local")
+_REPOSITORIES = {"hf": "hub", "ms": "modelscope"}
 _HUB_URL = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<repo>[^/?#]+/[^/?#]+)/?$")
 
 
@@ -70,6 +72,16 @@ def resolve(
             offline=offline,
         )
         return found.open(seen)
+    if kind == "modelscope":
+        return ModelScopePin.find(
+            name,
+            revision=revision,
+            subfolder=subfolder,
+            cache_dir=cache_dir,
+            token=token,
+            allow_patterns=allow_patterns,
+            offline=offline,
+        ).open()
     return HubPin.find(
         name,
         revision=revision,
@@ -127,6 +139,17 @@ def pin(
             offline=offline,
             timeout_s=timeout_s,
         )[0].checked_for_nodes()
+    if kind == "modelscope":
+        return ModelScopePin.find(
+            name,
+            revision=revision,
+            subfolder=subfolder,
+            cache_dir=cache_dir,
+            token=token,
+            allow_patterns=allow_patterns,
+            offline=offline,
+            timeout_s=timeout_s,
+        )
     return HubPin.find(
         name,
         revision=revision,
@@ -149,7 +172,7 @@ def local_path(ref: str | os.PathLike[str]) -> str:
 
 
 def _kind_of(ref: str | os.PathLike[str]) -> str:
-    """`local`, `hub` or `store`. What is there on this machine is a path, whatever it looks like.
+    """`local`, `hub`, `modelscope` or `store`. What is there on this machine is a path, whatever its name.
 
     Raises:
         ValueError: It is none of these.
@@ -166,7 +189,7 @@ def _kind_of(ref: str | os.PathLike[str]) -> str:
             raise ValueError(
                 f"{name!r} is a page about a repository; the repository itself is {found['repo']!r}"
             )
-        return "local" if kind in _LOCAL else "hub" if kind == "hf" else "store"
+        return "local" if kind in _LOCAL else _REPOSITORIES.get(kind, "store")
     is_file = name.endswith((".safetensors", ".bin", ".pt", ".pth"))
     is_repository = isinstance(ref, str) and _REPOSITORY.match(name) and not is_file
     return "hub" if is_repository else "local"
@@ -180,7 +203,7 @@ def _check_options(
     storage_options: Mapping[str, Any] | None,
 ) -> None:
     """Raises `ValueError` for options that mean nothing for such a ref."""
-    if revision is not None and kind != "hub":
+    if revision is not None and kind not in ("hub", "modelscope"):
         what = "a local path" if kind == "local" else "a store's URL"
         raise ValueError(f"{name!r} is {what}, which has no revision {revision!r}")
     if storage_options and kind != "store":

@@ -3,6 +3,8 @@
 Nothing is defined here. What is gathered, and where it lives:
 
 - files and locks: `atomic_writer`, `get_lock` (`raywl.locks`);
+- downloads from a hub and from ModelScope (`raywl.sources`);
+- quantisation configs (`raywl.quant`);
 - which files hold the weights: the `filter_*` functions, `resolve_mm_encoder_only_lm_prefixes`
   (`raywl.checkpoint.filters`), `WeightsMapper` (`raywl.remap.mapper`);
 - iterators over weight files (`raywl.iterators`);

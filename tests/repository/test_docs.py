@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hub_server import HubServer
+from tests.modelscope_server import ModelScopeServer
 from tests.repository.imports import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -18,13 +19,17 @@ SHOWN = ("text", "mermaid")
 
 SLOW = {
     "docs/quickstart.md",
-    *(f"docs/howto/{page}.md" for page in ("hub", "launch-script", "page-cache", "reload", "serve")),
+    *(f"docs/howto/{page}.md" for page in ("hub", "launch-script", "modelscope", "page-cache")),
+    *(f"docs/howto/{page}.md" for page in ("reload", "serve")),
     *(f"docs/howto/{page}.md" for page in ("shared-tables", "sinks-and-experts")),
 }
 """Pages with code that starts clusters; the README's own is always run."""
 
 HUB = "docs/howto/hub.md"
 """The page that is run against a hub on loopback, which has the demo's model."""
+
+MODELSCOPE = "docs/howto/modelscope.md"
+"""The same for ModelScope."""
 
 BY_CI = ["python -m pip install -e '.[demo]' && raywl demo", "python -m pip install -e '.[test]' && pytest"]
 """The two commands of the README, each of which `.ci/run` or its like runs in a fresh environment."""
@@ -87,6 +92,21 @@ def hub(monkeypatch, tmp_path):
         yield
 
 
+@pytest.fixture
+def modelscope(monkeypatch, tmp_path):
+    """ModelScope on loopback with the demo's model."""
+    from raywl.demo.assets import model_folder
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.setenv("MODELSCOPE_HOME", str(tmp_path / "home"))
+    with ModelScopeServer() as server:
+        files = {path.name: path.read_bytes() for path in model_folder().iterdir() if path.is_file()}
+        server.add("sentence-transformers/all-MiniLM-L6-v2", files)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
+        yield
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -103,6 +123,8 @@ def test_the_code_runs(page, tmp_path, request):
     """
     if name(page) == HUB:
         request.getfixturevalue("hub")
+    if name(page) == MODELSCOPE:
+        request.getfixturevalue("modelscope")
     path = tmp_path / f"{page.stem}_page.py"
     path.write_text(script(page))
     work = tmp_path / "work"

@@ -29,7 +29,7 @@ from raywl.sources import Source
 from raywl.sources.cache import check_hash
 from raywl.sources.selection import FORMATS, SAFETENSORS, WeightFormat, is_leftover
 
-__all__ = ["VerifyReport", "notes_on", "problems_of", "verify", "verify_source"]
+__all__ = ["Checksums", "VerifyReport", "notes_on", "problems_of", "verify", "verify_source"]
 
 _BLOCK_BYTES = 8 << 20
 _HEADER_THREADS = 8
@@ -324,7 +324,7 @@ def _left_out(listed: Collection[str], used: set[str], format: WeightFormat) -> 
         yield f"{len(leftovers)} files that a trainer left are not used: {some_of(leftovers)}"
 
 
-class _Checksums:
+class Checksums:
     """Checksums of a file's records, taken while its bytes pass by in order."""
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -353,7 +353,7 @@ def _verify_bytes(
     source: Source, name: str, size: int, records: Sequence[Record], report: VerifyReport
 ) -> None:
     path = source.path(name)
-    digest, done, checksums = hashlib.sha256(), 0, _Checksums(records)
+    digest, done, checksums = hashlib.sha256(), 0, Checksums(records)
     try:
         with open(path, "rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):

@@ -276,4 +276,4 @@ def _text_of(raw: str) -> str:
 def _kind_of(value: Any) -> str:
     if isinstance(value, Builder):
         return value.name
-    return value.kind if isinstance(value, Opaque) else type(value).__name__
+    return str(value.kind) if isinstance(value, Opaque) else type(value).__name__

@@ -57,12 +57,6 @@ class StorageType(NamedTuple):
     """Bytes of one."""
 
 
-class TensorType(NamedTuple):
-    """A class of tensors."""
-
-    name: str
-
-
 class StorageRef(NamedTuple):
     """Memory that tensors are views of, as a persistent id names it."""
 
@@ -114,6 +108,9 @@ def storage_of(value: Any) -> StorageRef:
     return StorageRef(key, kind.dtype, kind.itemsize, num_elements, view)
 
 
+_TENSOR = Opaque("torch.Tensor")
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
@@ -157,8 +154,11 @@ def _parameter(data: Any, requires_grad: Any = None, hooks: Any = None, state: A
     return data
 
 
+_PARAMETER = Builder("torch.nn.Parameter", _parameter)
+
+
 def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    if not isinstance(function, Builder) or type(arguments) is not tuple or not isinstance(kind, TensorType):
+    if not isinstance(function, Builder) or type(arguments) is not tuple or kind not in (_TENSOR, _PARAMETER):
         return TensorRef(problem="is made by a class of its own")
     return function.build(*arguments)
 
@@ -195,8 +195,8 @@ GLOBALS: dict[str, Any] = {
     "__builtin__.bytearray": _opaque("bytearray"),
     "__builtin__.set": _opaque("set"),
     "__builtin__.complex": _opaque("complex"),
-    "torch.Tensor": TensorType("torch.Tensor"),
-    "torch.nn.parameter.Parameter": TensorType("torch.nn.Parameter"),
+    "torch.Tensor": _TENSOR,
+    "torch.nn.parameter.Parameter": _PARAMETER,
     "torch._utils._rebuild_tensor": Builder("_rebuild_tensor", _tensor),
     "torch._utils._rebuild_tensor_v2": Builder("_rebuild_tensor_v2", _tensor_v2),
     "torch._utils._rebuild_tensor_v3": Builder("_rebuild_tensor_v3", _tensor_v3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -18,7 +19,16 @@ from raywl.progress import Progress, make_progress
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import INDEX_NAME, INDEX_NAMES, SAFETENSORS, TORCH, companions, is_leftover
 from raywl.text import parse_bytes
-from raywl.writing.files import TensorReader, check_dtypes, check_file, distinct_views, reading, write_file
+from raywl.writing.files import (
+    TensorReader,
+    check_dtypes,
+    check_file,
+    check_records,
+    distinct_views,
+    read_headers,
+    reading,
+    write_file,
+)
 from raywl.writing.single import replacing, sync_folder
 
 __all__ = ["MAX_SHARD_SIZE", "ConvertReport", "convert"]
@@ -101,12 +111,14 @@ def convert(
     if checkpoint.format != TORCH.name:
         raise ValueError(f"{checkpoint.source.ref} is a checkpoint of {checkpoint.format} files already")
     check_dtypes(checkpoint)
-    names, tied = distinct_views(checkpoint)
+    headers = read_headers(checkpoint)
+    names, tied = distinct_views(checkpoint, headers)
     report = ConvertReport(
         checkpoint.source.ref, target, {}, len(names), tied=tied, notes=list(checkpoint.notes)
     )
     report.nbytes = sum(checkpoint.tensors[name].nbytes for name in names)
     _check_room(target, report.nbytes)
+    check_records(checkpoint, headers)
     count = _Count(report.nbytes, make_progress(progress))
     if target.endswith(SAFETENSORS.suffixes):
         with replacing(target) as temporary, reading(checkpoint) as reader:
@@ -159,7 +171,14 @@ def _convert_folder(
         report.identity = written.identity
         report.files = {file.name: file.size for file in written.files}
         sync_folder(temporary)
-        os.rename(temporary, target)
+        try:
+            os.rename(temporary, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ValueError(
+                f"{target} was made by somebody else meanwhile: nothing is written over"
+            ) from error
         sync_folder(parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -190,7 +209,14 @@ def _write(reader: TensorReader, files: Mapping[str, Sequence[str]], count: _Cou
     for phase, step in (("write", write_file), ("check", check_file)):
         count.start(phase)
         for path, names in files.items():
-            step(reader, names, path, count)
+            try:
+                step(reader, names, path, count)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                free = shutil.disk_usage(os.path.dirname(path)).free
+                reason = f"while {path} was written: {error.strerror}"
+                raise CapacityError("disk space", count.total_bytes, free, reason, unit="bytes") from error
 
 
 def _write_index(path: str, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
@@ -228,7 +254,7 @@ class _Count:
     """Bytes of tensors that are done, for the display of progress."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._total_bytes, self._progress = total_bytes, progress
+        self.total_bytes, self._progress = total_bytes, progress
         self._done_bytes, self._phase = 0, ""
 
     def start(self, phase: str) -> None:
@@ -238,4 +264,4 @@ class _Count:
     def __call__(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes, self._phase)
+            self._progress(self._done_bytes, self.total_bytes, self._phase)

@@ -12,9 +12,9 @@ import torch
 
 from raywl.checkpoint import Manifest, TensorEntry
 from raywl.checkpoint.dtypes import TORCH_ONLY, torch_dtype, torch_itemsize, torch_name, torch_shape
-from raywl.checkpoint.header import MAX_HEADER_BYTES
+from raywl.checkpoint.header import MAX_HEADER_BYTES, FileHeader
 from raywl.checkpoint.manifest import read_one
-from raywl.errors import CheckpointError
+from raywl.errors import CheckpointError, CorruptFileError, some_of
 from raywl.plan import copy_of_box
 from raywl.plan.copies import contiguous_strides
 from raywl.plan.reads import schedule
@@ -22,13 +22,16 @@ from raywl.readers import OpenFiles, choose_num_threads, execute
 from raywl.readers.memory import ByteView, bytes_of
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import FORMATS
+from raywl.verifying import Checksums
 
 __all__ = [
     "METADATA",
     "TensorReader",
     "check_dtypes",
     "check_file",
+    "check_records",
     "distinct_views",
+    "read_headers",
     "reading",
     "write_file",
 ]
@@ -84,8 +87,35 @@ def check_dtypes(manifest: Manifest) -> None:
             )
 
 
-def distinct_views(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
+def read_headers(manifest: Manifest) -> list[FileHeader]:
+    """The files' headers, which have what a manifest hasn't: their own order, and checksums."""
+    format = next(format for format in FORMATS if format.name == manifest.format)
+    return [read_one(manifest.source, file, format) for file in manifest.files]
+
+
+def check_records(manifest: Manifest, headers: Sequence[FileHeader]) -> None:
+    """Compares the parts of files that have checksums with these, reading all of them.
+
+    Raises:
+        CorruptFileError: A part is damaged.
+    """
+    for file, header in zip(manifest.files, headers, strict=True):
+        if header.records:
+            checksums = Checksums(header.records)
+            for start in range(0, file.size, _CHECK_BYTES):
+                end = min(start + _CHECK_BYTES, file.size)
+                checksums.update(manifest.source.read(file.name, start, end), start)
+            if checksums.wrong:
+                reason = f"records are damaged, as their checksums tell: {some_of(checksums.wrong)}"
+                raise CorruptFileError(manifest.path(file.name), None, reason)
+
+
+def distinct_views(manifest: Manifest, headers: Sequence[FileHeader]) -> tuple[list[str], dict[str, str]]:
     """The tensors without those that are the same view of the same bytes as one before.
+
+    Args:
+        manifest: The checkpoint.
+        headers: As `read_headers` gives them.
 
     Returns:
         The names that are kept, in the order of the files and in each file's own; and the others, each with
@@ -93,10 +123,8 @@ def distinct_views(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
     """
     first: dict[TensorEntry, str] = {}
     same: dict[str, str] = {}
-    format = next(format for format in FORMATS if format.name == manifest.format)
-    for file in manifest.files:
-        # The manifest has them by name.
-        for name in read_one(manifest.source, file, format).tensors:
+    for file, header in zip(manifest.files, headers, strict=True):
+        for name in header.tensors:
             entry = manifest.tensors.get(name)
             if entry is not None and entry.file == file.name:
                 kept = first.setdefault(entry, name)

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from raywl.checkpoint import Manifest
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import TORCH
-from raywl.writing.files import check_dtypes, check_file, distinct_views, reading, write_file
+from raywl.writing.files import (
+    check_dtypes,
+    check_file,
+    check_records,
+    distinct_views,
+    read_headers,
+    reading,
+    write_file,
+)
 
 __all__ = ["convert_bin_to_safetensor_file", "replacing"]
 
@@ -51,7 +59,9 @@ def convert_bin_to_safetensor_file(
     if manifest.notes:
         warnings.warn("; ".join(manifest.notes), stacklevel=2)
     check_dtypes(manifest)
-    names, _ = distinct_views(manifest)
+    headers = read_headers(manifest)
+    check_records(manifest, headers)
+    names, _ = distinct_views(manifest, headers)
     target = os.path.abspath(os.fsdecode(sf_filename))
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with replacing(target) as temporary, reading(manifest) as reader:

@@ -419,6 +419,25 @@ def test_deep_verification_finds_damage_by_checksums(tmp_path):
     assert checkpoint.verify().ok
 
 
+def test_files_over_4_gib(tmp_path):
+    """Sizes and places that take 64 bits in the archive: the places are those that torch itself works out."""
+    path = tmp_path / "model.pt"
+    state = {
+        "first": torch.arange(3.0),
+        "huge": torch.empty(5 << 30, dtype=torch.uint8),
+        "rows": torch.arange(12.0).view(3, 4)[1:],
+        "last": torch.arange(7),
+    }
+    with torch.serialization.skip_data():
+        torch.save(state, path)
+    assert path.stat().st_size > 5 << 30
+    assert path.stat().st_blocks < 10_000
+    found = raywl.open_checkpoint(path).tensors
+    for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
+        start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+        assert (found[name].start, found[name].end) == (start, start + tensor.numel() * tensor.itemsize)
+
+
 def test_archives_without_checksums(tmp_path):
     """torch can leave them out, and then writes zeros, which are no damage."""
     torch.serialization.set_crc32_options(False)

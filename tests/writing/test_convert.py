@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -223,6 +224,45 @@ def test_a_failure_leaves_nothing(out, error, where, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(type(error)):
         convert(tmp_path / "model.pt", tmp_path / out)
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_a_full_disk_is_told_with_the_numbers(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing_files.os, "write", full)
+    with pytest.raises(CapacityError, match=r"12 bytes needed, .* No space left on device"):
+        convert(tmp_path / "model.pt", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_two_at_once(tmp_path, monkeypatch):
+    """Of two conversions to one folder, the second to end leaves the first one's alone."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+    step = writing_files.check_file
+
+    def slower(*arguments):
+        step(*arguments)
+        monkeypatch.undo()
+        convert(tmp_path / "model.pt", tmp_path / "out")
+
+    monkeypatch.setattr("raywl.writing.converting.check_file", slower)
+    with pytest.raises(ValueError, match="made by somebody else meanwhile"):
+        convert(tmp_path / "model.pt", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["model.pt", "out"]
+    assert read_back(tmp_path / "out")["a"].tolist() == [1, 1, 1]
+
+
+def test_damage_is_found_by_checksums(tmp_path):
+    torch.save({"a": torch.ones(300)}, tmp_path / "model.pt")
+    raw = bytearray((tmp_path / "model.pt").read_bytes())
+    raw[raw.rindex(torch.ones(300).numpy().tobytes())] ^= 1
+    (tmp_path / "model.pt").write_bytes(raw)
+    with pytest.raises(CorruptFileError, match="damaged, as their checksums tell: model/data/0"):
+        convert(tmp_path, tmp_path / "out")
     assert os.listdir(tmp_path) == ["model.pt"]
 
 

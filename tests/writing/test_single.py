@@ -111,6 +111,17 @@ def test_damage_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["model.bin"]
 
 
+def test_damage_is_found_by_checksums(tmp_path):
+    """A byte that has changed in a record is damage, and not a weight to be written on."""
+    torch.save({"a": torch.ones(300), "b": torch.ones(300)}, tmp_path / "model.bin")
+    raw = bytearray((tmp_path / "model.bin").read_bytes())
+    raw[raw.rindex(torch.ones(300).numpy().tobytes())] ^= 1
+    (tmp_path / "model.bin").write_bytes(raw)
+    with pytest.raises(CorruptFileError, match=r"damaged, as their checksums tell: model/data/1"):
+        convert_bin_to_safetensor_file(tmp_path / "model.bin", tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == ["model.bin"]
+
+
 def test_paths(tmp_path, monkeypatch):
     """Bare names, folders that are made, a file that is replaced; folders and safetensors are refused."""
     monkeypatch.chdir(tmp_path)

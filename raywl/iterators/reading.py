@@ -4,14 +4,16 @@ while it is read is an error, not the end of the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from raywl.iterators.files import FileWork, open_files
 from raywl.iterators.tally import Tally
-from raywl.iterators.whole import batches_of, read_whole, reads_of
-from raywl.readers import choose_num_threads
+from raywl.node.prefetch import local_rank_and_size
+from raywl.plan import Read
+from raywl.readers import ByteView, OpenFiles, choose_num_threads, execute
+from raywl.readers.whole import batches_of, read_whole, reads_of
 
 __all__ = ["read_file", "read_lazily"]
 
@@ -25,9 +27,11 @@ def read_lazily(work: FileWork, tally: Tally) -> Iterator[tuple[str, torch.Tenso
     if not work.names:
         return
     tally.starts(work)
+    threads = choose_num_threads(local_rank_and_size()[1])
     with open_files([work]) as files:
         for batch in batches_of(work.names, work.entries):
-            tensors = read_whole(batch, work.entries, files, num_threads=choose_num_threads(1))
+            reads = reads_of(batch, work.entries)
+            tensors = read_whole(batch, work.entries, reads, _executor(files, threads))
             files.check_unchanged()
             for name in batch:
                 tally.add(work.entries[name].nbytes)
@@ -55,8 +59,16 @@ def read_file(
     """
     with open_files([work]) as files:
         reads = reads_of(work.names, work.entries, discarded)
-        tensors = read_whole(
-            work.names, work.entries, files, num_threads=num_threads, reads=reads, on_bytes=on_bytes
-        )
+        executor = _executor(files, num_threads, on_bytes)
+        tensors = read_whole(work.names, work.entries, reads, executor)
         files.check_unchanged()
     return tensors
+
+
+def _executor(
+    files: OpenFiles, num_threads: int, on_bytes: Callable[[int], None] | None = None
+) -> Callable[[Sequence[Read], Mapping[str, ByteView]], None]:
+    def run(reads: Sequence[Read], targets: Mapping[str, ByteView]) -> None:
+        execute(reads, files, targets, num_threads=num_threads, on_bytes=on_bytes)
+
+    return run

@@ -8,15 +8,11 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from raywl.checkpoint import Manifest
-from raywl.checkpoint.dtypes import torch_dtype, torch_name, torch_shape
 from raywl.checkpoint.manifest import sorted_for_iteration
-from raywl.plan import copy_of_box
-from raywl.plan.copies import contiguous_strides, itemsize_of
-from raywl.plan.reads import Read, schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers.files import OpenFiles
-from raywl.readers.memory import ByteView
 from raywl.readers.reader import Reader
+from raywl.readers.whole import batches_of, read_whole, reads_of
 from raywl.remap.experts import should_skip_weight
 from raywl.strategies import check_strategy
 
@@ -43,32 +39,21 @@ def iter_weights(
 def _read(
     manifest: Manifest, names: list[str], strategy: str | None, progress: Progress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    plans = {name: _reads_of(manifest, name) for name in names}
-    all_reads = [read for reads in plans.values() for read in reads]
+    batches = list(batches_of(names, manifest.tensors))
+    plans = [reads_of(batch, manifest.tensors) for batch in batches]
+    all_reads = [read for reads in plans for read in reads]
     total = sum(manifest.tensors[name].nbytes for name in names)
     done = 0
     manifest.fetch(dict.fromkeys(read.file for read in all_reads), progress)
     with OpenFiles(manifest) as files, contextlib.ExitStack() as stack:
         reader = Reader(manifest, files, strategy)
         stack.enter_context(reader.reading(all_reads))
-        for name in names:
-            entry = manifest.tensors[name]
-            tensor = torch.empty(torch_shape(entry.dtype, entry.shape), dtype=torch_dtype(entry.dtype))
-            if entry.nbytes:
-                reader.execute(plans[name], {name: ByteView(tensor)})
-            done += entry.nbytes
-            if progress is not None:
-                progress(done, total, "read")
-            yield name, tensor
+        for batch, reads in zip(batches, plans, strict=True):
+            tensors = read_whole(batch, manifest.tensors, reads, reader.execute)
+            for name in batch:
+                done += manifest.tensors[name].nbytes
+                if progress is not None:
+                    progress(done, total, "read")
+                # Popped, so that what the consumer drops is free at once.
+                yield name, tensors.pop(name)
         files.check_unchanged()
-
-
-def _reads_of(manifest: Manifest, name: str) -> list[Read]:
-    """The reads of one whole tensor into memory of its own."""
-    entry = manifest.tensors[name]
-    shape, dtype = torch_shape(entry.dtype, entry.shape), torch_name(entry.dtype)
-    if not entry.nbytes:
-        return []
-    box = tuple((0, size) for size in shape)
-    copy = copy_of_box(name, entry, box, name, contiguous_strides(shape, itemsize_of(dtype)), dtype)
-    return schedule([copy], {entry.file: 0})

@@ -17,8 +17,8 @@ from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 from raywl.iterators.files import as_expert_ids, as_paths, in_order, open_files, plan_files
 from raywl.iterators.reading import read_file, read_lazily
 from raywl.iterators.tally import Tally, is_local_rank_0
-from raywl.iterators.whole import batches_of
 from raywl.node import page_cache
+from raywl.readers.whole import batches_of
 from raywl.types import ParallelContext
 from tests.hostile.files import FILES, VALID, write
 

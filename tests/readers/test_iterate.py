@@ -63,3 +63,34 @@ def test_what_is_read_is_what_the_library_reads(tmp_path):
     got = dict(raywl.open_checkpoint(tmp_path).iter_weights())
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def test_small_tensors_come_together_and_large_ones_alone(tmp_path, monkeypatch):
+    """Few reads for many tensors, in the order of names, and no more than is about to be given out."""
+    weights = {f"s{i}": torch.full((3,), float(i)) for i in range(300)}
+    weights |= {f"t{i}": torch.full((5_000_000,), float(i)) for i in range(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    asked = []
+    real = os.preadv
+
+    def counted(fd, buffers, offset):
+        asked.append(sum(buffer.nbytes for buffer in buffers))
+        return real(fd, buffers, offset)
+
+    tensors = raywl.open_checkpoint(tmp_path).iter_weights(strategy="buffered")
+    monkeypatch.setattr(files_module.os, "preadv", counted)
+    name, first = next(tensors)
+    assert (name, len(asked), sum(asked)) == ("s0", 1, 300 * 12)
+    held = {name: first} | {name: next(tensors)[1] for name in sorted(weights)[1:-1]}
+    assert sum(asked) == 300 * 12 + 20_000_000
+    held |= dict(tensors)
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in held.values())
+
+
+def test_under_a_default_device(tmp_path):
+    """Models are made on `meta`; what is read is not."""
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        ((_, tensor),) = raywl.open_checkpoint(tmp_path).iter_weights()
+    assert tensor.tolist() == [1.0] * 4

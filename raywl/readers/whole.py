@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from raywl.checkpoint import TensorEntry
-from raywl.checkpoint.dtypes import torch_dtype, torch_shape
-from raywl.plan.copies import Copy
+from raywl.checkpoint.dtypes import torch_dtype, torch_name, torch_shape
+from raywl.plan import copy_of_box
+from raywl.plan.copies import Copy, contiguous_strides, itemsize_of
 from raywl.plan.reads import WINDOW_BYTES, Read, schedule
-from raywl.readers.execute import execute
-from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView
 
 __all__ = ["BATCH_BYTES", "batches_of", "read_whole", "reads_of"]
@@ -48,13 +47,9 @@ def reads_of(
         entries: Where they lie.
         discarded: Tensors to be read, too, and thrown away, so that a file is read in one go.
     """
-    copies = [
-        _copy(name, f"tensor {name}", entries[name].file, entries[name].start, entries[name].end)
-        for name in names
-        if entries[name].nbytes
-    ]
+    copies = [_copy_of(name, entries[name]) for name in names if entries[name].nbytes]
     copies += [
-        _copy(name, _DISCARD, entries[name].file, start, min(start + WINDOW_BYTES, entries[name].end))
+        _bytes(name, _DISCARD, entries[name].file, start, min(start + WINDOW_BYTES, entries[name].end))
         for name in discarded
         for start in range(entries[name].start, entries[name].end, WINDOW_BYTES)
     ]
@@ -62,7 +57,20 @@ def reads_of(
     return schedule(copies, files)
 
 
-def _copy(name: str, target: str, file: str, start: int, end: int) -> Copy:
+def _target(name: str) -> str:
+    return f"tensor {name}"
+
+
+def _copy_of(name: str, entry: TensorEntry) -> Copy:
+    if entry.strides is None:
+        # As mere bytes: the memory is laid out as the file is, whatever the dtype.
+        return _bytes(name, _target(name), entry.file, entry.start, entry.end)
+    shape, dtype = torch_shape(entry.dtype, entry.shape), torch_name(entry.dtype)
+    box = tuple((0, size) for size in shape)
+    return copy_of_box(name, entry, box, _target(name), contiguous_strides(shape, itemsize_of(dtype)), dtype)
+
+
+def _bytes(name: str, target: str, file: str, start: int, end: int) -> Copy:
     """Bytes `[start, end)` of a file, as they are, to the start of the target."""
     return Copy(
         tensor=name,
@@ -81,42 +89,32 @@ def _copy(name: str, target: str, file: str, start: int, end: int) -> Copy:
 def read_whole(
     names: Collection[str],
     entries: Mapping[str, TensorEntry],
-    files: OpenFiles,
-    *,
-    num_threads: int,
-    reads: Sequence[Read] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    reads: Sequence[Read],
+    execute: Callable[[Sequence[Read], Mapping[str, ByteView]], None],
 ) -> dict[str, torch.Tensor]:
     """Reads tensors into new memory on the CPU, each with a storage of its own.
 
     Args:
         names: The tensors.
         entries: Where they lie.
-        files: Their files.
-        num_threads: Reads under way at once.
-        reads: As `reads_of` gives them for `names`, where they are known already.
-        on_bytes: Called after each read, possibly by several threads, with its bytes; what it raises ends
-            the reading.
+        reads: As `reads_of` gives them for `names`.
+        execute: Makes the reads; raises what fails.
 
     Returns:
         The tensors in the order of `names`.
-
-    Raises:
-        CheckpointError: A file can't be read, or changed since its header was read.
     """
-    if reads is None:
-        reads = reads_of(names, entries)
-    # On the CPU even where models are made, under `with torch.device("meta")`.
-    raw = {name: torch.empty(entries[name].nbytes, dtype=torch.uint8, device="cpu") for name in names}
-    targets = {f"tensor {name}": ByteView(memory) for name, memory in raw.items()}
+    tensors = {name: _empty(entries[name]) for name in names}
+    targets = {_target(name): ByteView(tensor) for name, tensor in tensors.items()}
     discarded = [piece.nbytes for read in reads for piece in read.pieces if piece.target == _DISCARD]
     if discarded:
         # All to one place, also by several threads at a time: nobody looks at it.
         targets[_DISCARD] = ByteView(torch.empty(max(discarded), dtype=torch.uint8, device="cpu"))
     if reads:
-        execute(reads, files, targets, num_threads=num_threads, on_bytes=on_bytes)
-    return {name: _typed(raw.pop(name), entries[name]) for name in names}
+        execute(reads, targets)
+    return tensors
 
 
-def _typed(raw: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    return raw.view(torch_dtype(entry.dtype)).view(torch_shape(entry.dtype, entry.shape))
+def _empty(entry: TensorEntry) -> torch.Tensor:
+    # On the CPU even where models are made, under `with torch.device("meta")`.
+    shape = torch_shape(entry.dtype, entry.shape)
+    return torch.empty(shape, dtype=torch_dtype(entry.dtype), device="cpu")

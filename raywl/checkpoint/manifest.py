@@ -353,7 +353,7 @@ def read_one(
     # Here, since the parsers of pickles and archives take a while to import.
     from raywl.checkpoint.torch_files import read_torch_header
 
-    return read_torch_header(read, file.size, path=path, file=file.name)
+    return read_torch_header(read, file.size, path=path, file=file.name, is_remote=source.is_remote)
 
 
 def merge(

@@ -28,6 +28,11 @@ Read = Callable[[int, int], bytes]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
+_USUAL_ALIGNMENT = b"64"
+"""What the places of storages in an archive are multiples of."""
+
+_MARK_BYTES = 16
+_FEW = 8
 _LEGACY_CHUNKS = (1 << 20, 16 << 20, MAX_HEADER_BYTES)
 """How much is read of a file whose pickles may end anywhere, until they do."""
 
@@ -35,7 +40,7 @@ _MAX_REPEATED_BYTES = 1 << 30
 """A view whose elements repeat may take so much when written out, and as much as its whole file."""
 
 
-def read_torch_header(read: Read, size: int, *, path: str, file: str) -> FileHeader:
+def read_torch_header(read: Read, size: int, *, path: str, file: str, is_remote: bool = False) -> FileHeader:
     """The tensors of the state dict in one file, as ranges of its bytes.
 
     A dict under the key `state_dict` is taken in place of the one that it is in. Entries that are no tensors
@@ -46,6 +51,7 @@ def read_torch_header(read: Read, size: int, *, path: str, file: str) -> FileHea
         size: The file's size in bytes.
         path: How messages name the file.
         file: How entries name the file.
+        is_remote: Whether each read goes over a network: then there are few of them, however many storages.
 
     Raises:
         CorruptFileError: The file contradicts itself, the format, or its size.
@@ -53,9 +59,9 @@ def read_torch_header(read: Read, size: int, *, path: str, file: str) -> FileHea
     """
     first = read(0, min(size, 512))
     if first.startswith(MAGIC):
-        return _read_zip(read, size, path, file)
+        return _read_zip(read, size, path, file, is_remote)
     if first.startswith(b"\x80"):
-        return _read_legacy(read, size, path, file)
+        return _read_legacy(read, size, path, file, is_remote)
     raise CorruptFileError(path, None, _what_else(first, size))
 
 
@@ -72,16 +78,23 @@ def _what_else(first: bytes, size: int) -> str:
 # Files since torch 1.6.
 
 
-def _read_zip(read: Read, size: int, path: str, file: str) -> FileHeader:
-    archive = Archive(read, size, path=path)
+def _read_zip(read: Read, size: int, path: str, file: str, is_remote: bool) -> FileHeader:
+    archive = Archive(read, size, path=path, is_remote=is_remote)
     prefix = archive.names[0].partition("/")[0]
     where = f"{prefix}/data.pkl"
     if f"{prefix}/constants.pkl" in archive:
         raise CheckpointError(path, None, "a TorchScript archive, which holds a program and no state dict")
     if where not in archive:
         raise CorruptFileError(path, None, f"a zip archive without {where}: {some_of(archive.names)}")
-    _check_byte_order(read, archive, f"{prefix}/byteorder", path)
     record = archive.locate([where])[where]
+    order, aligned = f"{prefix}/byteorder", f"{prefix}/.storage_alignment"
+    if order in archive and archive.content(order, _MARK_BYTES) != b"little":
+        shown = archive.content(order, _MARK_BYTES)
+        raise CheckpointError(
+            path, None, f"its byte order is {shown!r}; only little-endian files can be read"
+        )
+    # Since torch 2.8 the archive says it.
+    alignment = archive.content(aligned, _MARK_BYTES) if aligned in archive else _USUAL_ALIGNMENT
     if record.end - record.start > MAX_HEADER_BYTES:
         reason = f"its pickle of {record.end - record.start} bytes is over the limit of {MAX_HEADER_BYTES}"
         raise CorruptFileError(path, None, reason)
@@ -96,7 +109,7 @@ def _read_zip(read: Read, size: int, path: str, file: str) -> FileHeader:
         raise CorruptFileError(
             path, None, f"the pickle names storages that the archive lacks: {some_of(absent)}"
         )
-    located = archive.locate(records.values())
+    located = archive.locate(records.values(), int(alignment) if alignment.isdigit() else 1)
     places: dict[str, tuple[int, int]] = {}
     for key, name in records.items():
         storage, found = storages[key], located[name]
@@ -111,21 +124,10 @@ def _read_zip(read: Read, size: int, path: str, file: str) -> FileHeader:
     return _header(state, places, read, spans, checked, size, path, file)
 
 
-def _check_byte_order(read: Read, archive: Archive, name: str, path: str) -> None:
-    if name not in archive:
-        return
-    record = archive.locate([name])[name]
-    order = read(record.start, min(record.end, record.start + 16))
-    if order != b"little":
-        raise CheckpointError(
-            path, None, f"its byte order is {order!r}; only little-endian files can be read"
-        )
-
-
 # Files from before torch 1.6.
 
 
-def _read_legacy(read: Read, size: int, path: str, file: str) -> FileHeader:
+def _read_legacy(read: Read, size: int, path: str, file: str, is_remote: bool) -> FileHeader:
     for limit in _LEGACY_CHUNKS:
         chunk = read(0, min(size, limit))
         try:
@@ -136,13 +138,15 @@ def _read_legacy(read: Read, size: int, path: str, file: str) -> FileHeader:
                 raise
     places: dict[str, tuple[int, int]] = {}
     position = end
-    for key in order:
+    for at, key in enumerate(order):
         storage = storages.get(key)
         if storage is None or key in places:
             raise CorruptFileError(
                 path, None, f"lists the storage {key[:100]!r}, which no tensor has, or twice"
             )
-        raw = read(position, min(position + 8, size))
+        # Of many in a remote file a few are enough, as the end must be the file's.
+        looked_at = not is_remote or at < _FEW or at >= len(order) - _FEW
+        raw = read(position, min(position + 8, size)) if looked_at and position < size else b""
         (count,) = struct.unpack("<q", raw) if len(raw) == 8 else (None,)
         if count is not None and count != storage.num_elements:
             reason = f"storage {key[:100]!r} has {count} elements, its pickle expects {storage.num_elements}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from raywl.checkpoint.header import MAX_HEADER_BYTES, Record
 from raywl.errors import CorruptFileError
@@ -23,6 +25,12 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _WINDOW_BYTES = 4096
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
+_DESCRIBED = 0x8
+"""A record is followed by its size and checksum, which its header hasn't got."""
+
+_FEW = 8
+_REMOTE_THREADS = 32
+_MAX_32_BITS = 0xFFFFFFFF
 
 
 class _Ranges(io.RawIOBase):
@@ -70,13 +78,16 @@ class Archive:
         read: Gives the bytes `[start, end)` of the file.
         size: The file's size in bytes.
         path: How messages name the file.
+        is_remote: Whether each read goes over a network.
 
     Raises:
         CorruptFileError: There is no directory, or it contradicts itself.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, *, path: str) -> None:
-        self._read, self._size, self._path = read, size, path
+    def __init__(
+        self, read: Callable[[int, int], bytes], size: int, *, path: str, is_remote: bool = False
+    ) -> None:
+        self._read, self._size, self._path, self._is_remote = read, size, path, is_remote
         file = _Ranges(read, size)
         try:
             with zipfile.ZipFile(file) as archive:
@@ -115,8 +126,11 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
-    def locate(self, names: Iterable[str]) -> dict[str, Record]:
+    def locate(self, names: Iterable[str], alignment: int = 1) -> dict[str, Record]:
         """Where records lie, read from the headers that stand before each of them.
+
+        Of many records of a remote file only a few headers are read, if these and the directory bear out that
+        torch wrote it: each record ends where the next one begins, and starts at a multiple of `alignment`.
 
         Raises:
             KeyError: There is no such record.
@@ -125,18 +139,60 @@ class Archive:
         wanted = sorted(
             {name: self._members[name].header_offset for name in names}.items(), key=lambda x: x[1]
         )
-        return {name: self._locate(name) for name, _ in wanted}
+        order = [name for name, _ in wanted]
+        if not self._is_remote or len(order) <= _FEW:
+            return {name: self._locate(name, self._windowed) for name in order}
+        supposed = self._suppose(order, max(alignment, 1))
+        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+            locate = partial(self._locate, read=self._read)
+            if supposed is not None:
+                sample = [order[at * (len(order) - 1) // (_FEW - 1)] for at in range(_FEW)]
+                if list(pool.map(locate, sample)) == [supposed[name] for name in sample]:
+                    return supposed
+            return dict(zip(order, pool.map(locate, order), strict=True))
 
-    def _locate(self, name: str) -> Record:
+    def content(self, name: str, limit_bytes: int) -> bytes:
+        """The bytes of a record, or the first ones; raises as `locate`."""
+        record = self.locate([name])[name]
+        return self._windowed(record.start, min(record.end, record.start + limit_bytes))
+
+    def _suppose(self, names: Sequence[str], alignment: int) -> dict[str, Record] | None:
+        """Where torch would have put records; `None` where the next one's place shows that it didn't.
+
+        Its writer fills what stands before a record up with an extra field, of at least four bytes, so that
+        the record starts at a multiple of the alignment.
+        """
+        found = {}
+        for name in names:
+            member = self._checked(name)
+            is_far, is_long = member.header_offset >= _MAX_32_BITS, member.file_size >= _MAX_32_BITS
+            first = member.header_offset + _LOCAL.size + len(self._raw_name(member)) + 4
+            first += (4 if is_far or is_long else 0) + (16 if is_long else 0) + (8 if is_far else 0)
+            start = -(-first // alignment) * alignment
+            end = start + member.file_size
+            described = (24 if is_far or is_long else 16) if member.flag_bits & _DESCRIBED else 0
+            if end + (described if member.file_size else 0) != self._limits[name]:
+                return None
+            found[name] = Record(name, start, end, member.CRC)
+        return found
+
+    def _raw_name(self, member: zipfile.ZipInfo) -> bytes:
+        return member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437")
+
+    def _checked(self, name: str) -> zipfile.ZipInfo:
+        """A record as the directory has it, which must be plain bytes."""
         member = self._members[name]
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
             kind = "encrypted" if member.flag_bits & _ENCRYPTED else "compressed"
             raise self._error(name, f"is {kind}; torch.save writes plain bytes, so that parts can be read")
         if member.compress_size != member.file_size:
             raise self._error(name, f"has {member.compress_size} bytes, which are to give {member.file_size}")
-        offset = member.header_offset
-        raw_name = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437")
-        header = self._bytes(offset, offset + _LOCAL.size + len(raw_name))
+        return member
+
+    def _locate(self, name: str, read: Callable[[int, int], bytes]) -> Record:
+        member = self._checked(name)
+        offset, raw_name = member.header_offset, self._raw_name(member)
+        header = read(offset, offset + _LOCAL.size + len(raw_name))
         if len(header) < _LOCAL.size or header[:4] != MAGIC:
             raise self._error(name, f"has no header at byte {offset}")
         fields = _LOCAL.unpack(header[: _LOCAL.size])
@@ -151,8 +207,8 @@ class Archive:
             )
         return Record(name, start, end, member.CRC)
 
-    def _bytes(self, start: int, end: int) -> bytes:
-        """Bytes of the file; small records that follow each other share a read."""
+    def _windowed(self, start: int, end: int) -> bytes:
+        """Bytes of the file; small records that follow each other share a read. For one thread."""
         first, window = self._window
         if not first <= start <= end <= first + len(window):
             first, window = start, self._read(start, min(max(end, start + _WINDOW_BYTES), self._size))

@@ -1,9 +1,11 @@
 """Files of `torch.save`: the same tensors as torch itself gives, from pickle and directory alone."""
 
 import argparse
+import io
 import json
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import warnings
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 import raywl
 from raywl.checkpoint import Manifest
 from raywl.checkpoint.dtypes import torch_dtype, torch_shape
+from raywl.checkpoint.torch_files import read_torch_header
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, SourceError
 from raywl.sources import resolve
 from raywl.sources.local import LocalSource
@@ -100,6 +103,64 @@ def test_no_data_is_read_to_open(kind, tmp_path, monkeypatch):
     assert checkpoint.nbytes == 8 << 20
     limit = 64 << 10 if kind == "zip" else (1 << 20) + (8 << 10)
     assert sum(asked) <= limit
+
+
+@pytest.mark.parametrize("kind", ["zip", "before-1.6"])
+def test_few_reads_of_a_remote_file(kind):
+    """Over a network each read costs a round trip: their number doesn't grow with that of the tensors."""
+    out = io.BytesIO()
+    state = {f"t{i}": torch.full((i % 70,), float(i)) for i in range(300)}
+    torch.save(state, out, **KINDS[kind])
+    raw, asked = out.getvalue(), []
+
+    def read(start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return raw[start:end]
+
+    local = read_torch_header(read, len(raw), path="p", file="f")
+    assert len(asked) > 70 or kind == "zip"
+    asked.clear()
+    assert read_torch_header(read, len(raw), path="p", file="f", is_remote=True) == local
+    assert len(asked) < 30
+
+
+def _with_gap(raw: bytes, name: str, gap: int) -> bytes:
+    """An archive with bytes of nobody before one of its records, as some tools leave them."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        place, start = archive.getinfo(name).header_offset, archive.start_dir
+    directory = bytearray(raw[start:])
+    at = 0
+    while directory[at : at + 4] == b"PK\1\2":
+        lengths = struct.unpack_from("<HHH", directory, at + 28)
+        (offset,) = struct.unpack_from("<I", directory, at + 42)
+        struct.pack_into("<I", directory, at + 42, offset + gap * (offset >= place))
+        at += 46 + sum(lengths)
+    end = directory.rindex(b"PK\5\6")
+    struct.pack_into("<I", directory, end + 16, start + gap)
+    # What torch writes for large files, which nobody needs here.
+    return raw[:place] + bytes(gap) + raw[place:start] + bytes(directory[:at]) + bytes(directory[end:])
+
+
+def test_archives_that_torch_would_write_otherwise_are_read_by_all_their_headers():
+    """Written by another library, or with gaps: nothing is supposed that isn't so, far away either."""
+    out, again = io.BytesIO(), io.BytesIO()
+    torch.save({f"t{i}": torch.full((5,), float(i)) for i in range(40)}, out)
+    with zipfile.ZipFile(out) as theirs, zipfile.ZipFile(again, "w") as ours:
+        for name in theirs.namelist():
+            ours.writestr(name, theirs.read(name))
+    raws = [
+        again.getvalue(),
+        *(_with_gap(out.getvalue(), "archive/data/20", gap) for gap in (1, 16, 64, 128)),
+    ]
+    for raw in (out.getvalue(), *raws):
+        local, remote = (
+            read_torch_header(lambda s, e, raw=raw: raw[s:e], len(raw), path="p", file="f", is_remote=far)
+            for far in (False, True)
+        )
+        assert local == remote
+        for i in range(40):
+            entry = remote.tensors[f"t{i}"]
+            assert raw[entry.start : entry.end] == torch.full((5,), float(i)).numpy().tobytes()
 
 
 def test_inspecting_imports_no_torch(tmp_path):
@@ -419,7 +480,7 @@ def test_deep_verification_finds_damage_by_checksums(tmp_path):
     assert checkpoint.verify().ok
 
 
-def test_files_over_4_gib(tmp_path):
+def test_files_over_4_gib(tmp_path, monkeypatch):
     """Sizes and places that take 64 bits in the archive: the places are those that torch itself works out."""
     path = tmp_path / "model.pt"
     state = {
@@ -433,6 +494,9 @@ def test_files_over_4_gib(tmp_path):
     assert path.stat().st_size > 5 << 30
     assert path.stat().st_blocks < 10_000
     found = raywl.open_checkpoint(path).tensors
+    monkeypatch.setattr("raywl.checkpoint.zips._FEW", 2)
+    monkeypatch.setattr(LocalSource, "is_remote", True)
+    assert raywl.open_checkpoint(path).tensors == found
     for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
         start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
         assert (found[name].start, found[name].end) == (start, start + tensor.numel() * tensor.itemsize)

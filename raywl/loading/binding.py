@@ -17,6 +17,7 @@ from raywl.loading.hf import ConversionRules, FusedPart, offsets_of_parts
 from raywl.loading.lazy import LazyWeight
 from raywl.loading.names import NameTable, Route
 from raywl.loading.record import Recorder
+from raywl.loading.scales import IGNORED, LEFT
 from raywl.loading.targets import Target, collect_targets, is_dtensor, materialise
 from raywl.loading.tp_plan import shards_from_tp_plan, unused_entries
 from raywl.opening import Checkpoint
@@ -161,7 +162,7 @@ class Binding:
 
     def _no_place(self, name: str, mapped: str, ignored: list[re.Pattern[str]]) -> None:
         if any(pattern.search(mapped) for pattern in ignored):
-            self.skipped[name] = "the model says that it ignores this name"
+            self.skipped[name] = IGNORED
         elif self.context.pp_size > 1:
             self.skipped[name] = f"no place on stage {self.context.pp_rank} of {self.context.pp_size}"
         else:
@@ -332,7 +333,7 @@ class Binding:
         elif route.expert_id is not None or parse_expert_id(name) is not None:
             self.skipped[name] = "another rank's expert"
         else:
-            self.skipped[name] = f"the weight_loader of {route.param} used none of it"
+            self.skipped[name] = f"the weight_loader of {route.param} {LEFT}"
 
     def _copy_of(self, name: str, route: Route, box: Box, local: torch.Tensor) -> Copy:
         """The copy that brings the part of a tensor that a parameter without a loader keeps."""

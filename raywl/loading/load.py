@@ -21,6 +21,7 @@ from raywl.loading.binding import Binding
 from raywl.loading.fetching import make_local
 from raywl.loading.history import note_loaded
 from raywl.loading.record import Recorder
+from raywl.loading.scales import unused_scales
 from raywl.loading.targets import adopt_registered, init_buffers, restore
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.plan import LoadPlan
@@ -29,6 +30,7 @@ from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
 from raywl.readers import OpenFiles, Reader
 from raywl.readers.memory import dtype_name
+from raywl.remap.kv_scales import kv_scale_kind, unused_kv_scales
 from raywl.report import LoadReport
 from raywl.strategies import check_strategy
 from raywl.timeline import Timeline
@@ -247,8 +249,11 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
         if strict == "exact":
             reason = f"tensors that have no place in the model{hint}"
             raise MissingWeightsError(where, report.unexpected, reason)
-        text = f"{len(report.unexpected)} tensors of {report.ref} have no place in the model"
-        warnings.warn(f"{text}{hint}: {some_of(report.unexpected)}", stacklevel=4)
+        if others := [name for name in report.unexpected if kv_scale_kind(name) is None]:
+            text = f"{len(others)} tensors of {report.ref} have no place in the model"
+            warnings.warn(f"{text}{hint}: {some_of(others)}", stacklevel=4)
+    if scales := unused_scales(report):
+        warnings.warn(f"{report.ref}: {unused_kv_scales(scales)}", stacklevel=4)
     if report.unused_shards and report.context.pp_size == 1:
         unused = some_of(report.unused_shards)
         warnings.warn(f"shards match no parameter that they could cut: {unused}", stacklevel=4)

@@ -156,7 +156,7 @@ def unused_kv_scales(names: Iterable[str]) -> str:
         counts[kind] += 1
         examples.setdefault(kind, name)
     kinds = (f"{count} {kind} (for example {examples[kind]})" for kind, count in counts.items())
-    return f"the model has no place for these scales of the KV cache: {', '.join(kinds)}"
+    return f"these scales of the KV cache are not used: {', '.join(kinds)}"
 
 
 def _row_of(name: str) -> Row | None:

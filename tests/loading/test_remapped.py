@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raywl
-from raywl.errors import CheckpointError
+from raywl.errors import CheckpointError, MissingWeightsError
 from raywl.loaders import ExpertLoader
 from raywl.remap import kv_scales
 from raywl.weight_utils import WeightsMapper, make_expert_params_mapping
@@ -170,6 +170,43 @@ def test_a_mapper_comes_first(write):
     names = [f"model.layers.0.attention.{x}_proj.{x}_scale" for x in "kv"]
     raywl.load_into(model, write(dict(zip(names, [scale(1), scale(2)], strict=True))), mapper=mapper)
     assert values(model) == {KS: 1.0, VS: 2.0}
+
+
+def test_scales_that_end_unused_are_one_warning_with_count_and_example(write):
+    """C12: 1.0 in their place gives finite outputs that are wrong."""
+    model = Model({"a": torch.zeros(2)})
+    names = [f"layers.{at}.self_attn.{x}_proj.{x}_scale" for at in range(3) for x in "kv"]
+    folder = write({"a": torch.ones(2), "b": torch.ones(3), **{name: scale(1) for name in names}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = raywl.load_into(model, folder)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 2
+    assert told[0].startswith("1 tensors of")
+    assert told[0].endswith("have no place in the model: b")
+    assert "these scales of the KV cache are not used" in told[1]
+    assert f"3 k_scale (for example {names[0]}), 3 v_scale (for example {names[1]})" in told[1]
+    assert sorted(report.unexpected) == sorted(["b", *names])
+    with pytest.raises(MissingWeightsError, match="k_scale"):
+        raywl.load_into(model, folder, strict="exact")
+
+
+def test_scales_that_the_model_says_to_ignore_are_told_of(write):
+    """C12: dropped by an ignore list."""
+    model = Model({"a": torch.zeros(2)})
+    model._keys_to_ignore_on_load_unexpected = [r"_scale$", "rotary"]
+    folder = write({"a": torch.ones(2), "l.self_attn.k_scale": scale(1), "l.rotary": scale(1)})
+    with pytest.warns(UserWarning, match=r"1 k_scale \(for example l\.self_attn\.k_scale\)") as caught:
+        report = raywl.load_into(model, folder)
+    assert len(caught) == 1
+    assert sorted(report.skipped) == ["l.rotary", "l.self_attn.k_scale"]
+
+
+def test_scales_that_a_loader_leaves_are_told_of(write):
+    model = attention("k_scale")
+    model.get_parameter(KS).weight_loader = lambda param, weight: param.data.fill_(1.0)
+    with pytest.warns(UserWarning, match=r"1 k_scale \(for example layers\.0\.self_attn\.k_scale\)"):
+        raywl.load_into(model, write({"layers.0.self_attn.k_scale": scale(0.5)}))
 
 
 def test_scales_of_another_stage_are_not_told_of(write):

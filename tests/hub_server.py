@@ -95,7 +95,7 @@ class _Repository:
 class HubServer:
     """The server, running from `__enter__` to `__exit__`."""
 
-    def __init__(self, *, page_size: int = 1000) -> None:
+    def __init__(self, *, page_size: int = 1000, handler: type[_Handler] | None = None) -> None:
         self._repositories: dict[str, _Repository] = {}
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class HubServer:
 
         hub = self
 
-        class Handler(_Handler):
+        class Handler(handler or _Handler):  # type: ignore[misc]
             server_hub = hub
 
         class Server(ThreadingHTTPServer):

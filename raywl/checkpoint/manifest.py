@@ -24,16 +24,21 @@ from raywl.checkpoint.index import (
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, some_of
 from raywl.progress import Progress
 from raywl.sources import Source
-from raywl.sources.selection import SAFETENSORS, TORCH, WeightFormat, format_of, is_leftover, own_files
+from raywl.sources.selection import (
+    SAFETENSORS,
+    TORCH,
+    WeightFormat,
+    expected_header_bytes,
+    format_of,
+    is_leftover,
+    own_files,
+)
 
 __all__ = ["FileEntry", "Manifest"]
 
 _MAX_INDEX_BYTES = 1 << 30
 _HEADER_THREADS = 8
 _REMOTE_THREADS = 32
-_FIRST_READ_BYTES = 16 << 10
-_ENTRY_BYTES = 160
-"""What a tensor takes in a header, beside its name, when it is long."""
 _UNREADABLE = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 
 
@@ -111,7 +116,7 @@ class Manifest:
         if not weight_map and not patterns and source.only is None:
             check_numbered(source, names)
         files = tuple(FileEntry(name, sizes[name] or 0, stamp=source.stamp(name)) for name in names)
-        first_bytes = _first_bytes(weight_map) if source.is_remote else {}
+        first_bytes = expected_header_bytes(weight_map or {}) if source.is_remote else {}
         with ThreadPoolExecutor(header_threads(source, len(files))) as pool:
             read = partial(read_one, source, format=format)
             headers = list(pool.map(lambda file: read(file, first_bytes=first_bytes.get(file.name)), files))
@@ -326,14 +331,6 @@ def read_index(source: Source, listed: Sequence[str], format: WeightFormat = SAF
 def header_threads(source: Source, num_files: int) -> int:
     """How many headers to read at once."""
     return min(_REMOTE_THREADS if source.is_remote else _HEADER_THREADS, num_files) or 1
-
-
-def _first_bytes(weight_map: Mapping[str, str] | None) -> dict[str, int]:
-    """How much to read of each file at first, going by the index, to have the header and little else."""
-    found: dict[str, int] = {}
-    for tensor, file in (weight_map or {}).items():
-        found[file] = found.get(file, _FIRST_READ_BYTES) + len(tensor.encode()) + _ENTRY_BYTES
-    return found
 
 
 def read_one(

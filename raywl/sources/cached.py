@@ -161,9 +161,11 @@ class CachedSource(ABC):
             return head[start:end]
         if self.offline:
             raise self.not_cached([file.name])
-        data = read_range(partial(self.stream, file), start, end, self.limits())
-        self.heads.note(file.name, start, data)
-        return data
+        # What is known already isn't asked for again.
+        known = head[start:] if start < len(head) else b""
+        data = read_range(partial(self.stream, file), start + len(known), end, self.limits())
+        self.heads.note(file.name, start + len(known), data)
+        return known + data
 
     def known_hashes(self, name: str) -> Mapping[str, str]:
         file = self.files.get(posixpath.normpath(name))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import os
 import threading
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import partial
@@ -76,8 +78,14 @@ def changed_error(label: str, file: RemoteFile, now: str) -> CheckpointError:
     )
 
 
+_MADE: dict[bytes, Any] = {}
+"""File systems of this process, by what they were made with."""
+_MADE_LOCK = threading.Lock()
+_MAX_MADE = 8
+
+
 def open_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> Any:
-    """An fsspec file system of one's own, that remembers no listings.
+    """An fsspec file system of raywl's own, that remembers no listings.
 
     Args:
         protocol: The URL's.
@@ -96,11 +104,20 @@ def open_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> Any:
         raise ValueError(f"{protocol}:// is no protocol of fsspec") from None
     except ImportError as error:
         raise SourceError(f"{protocol}://", f"needs a package that isn't installed: {error}") from None
-    try:
-        told = {**kind._get_kwargs_from_urls(url), **options}
-        return kind(skip_instance_cache=True, use_listings_cache=False, **told)
-    except TypeError as error:
-        raise _unfit(options, protocol, error) from None
+    told = {**kind._get_kwargs_from_urls(url), **options}
+    # Making one takes a good part of a second. What the environment says of credentials counts as it is now.
+    around = sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_"))
+    key = hashlib.sha256(repr((os.getpid(), protocol, fsspec.utils.tokenize(told), around)).encode()).digest()
+    with _MADE_LOCK:
+        if key not in _MADE:
+            try:
+                made = kind(skip_instance_cache=True, use_listings_cache=False, **told)
+            except TypeError as error:
+                raise _unfit(options, protocol, error) from None
+            if len(_MADE) >= _MAX_MADE:
+                del _MADE[next(iter(_MADE))]
+            _MADE[key] = made
+        return _MADE[key]
 
 
 def _unfit(options: Mapping[str, Any], protocol: str, error: TypeError) -> ValueError:
@@ -168,11 +185,20 @@ async def _block(
     """What comes of a stream, and what ended it after that: what has come isn't lost by what comes then."""
     pieces: list[bytes] = []
     size, loop = 0, asyncio.get_running_loop()
-    began_s = loop.time()
+    hand_on_s = loop.time() + _BLOCK_S
     try:
-        while size < nbytes and loop.time() - began_s < _BLOCK_S:
-            async with asyncio.timeout(stall_s):
-                piece = await read(nbytes - size)
+        while size < nbytes:
+            # With something to hand on, the stall is for the next block to find out.
+            wait_s = min(stall_s, hand_on_s - loop.time()) if pieces else stall_s
+            if wait_s <= 0:
+                break
+            try:
+                async with asyncio.timeout(wait_s):
+                    piece = await read(nbytes - size)
+            except TimeoutError:
+                if pieces:
+                    break
+                raise
             if not piece:
                 break
             pieces.append(piece)

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ __all__ = [
     "WEIGHT_SUFFIXES",
     "WeightFormat",
     "companions",
+    "expected_header_bytes",
     "folder_names",
     "format_of",
     "index_name",
@@ -67,6 +68,10 @@ _LEFTOVERS = (
 )
 
 _MAX_LISTED = 1000
+_HEADER_BYTES = 16 << 10
+"""For metadata, and so that no time is lost with very short reads."""
+_ENTRY_BYTES = 160
+"""What a tensor takes in a header, beside its name, when it is long."""
 _NUMBERED = re.compile(
     r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.(?P<suffix>safetensors|bin|pt|pth)$"
 )
@@ -140,6 +145,14 @@ def index_name(names: Collection[str], allow_patterns: Sequence[str] = ()) -> st
     """The index that says which files hold the weights, if the folder has one."""
     name = format_of(names, allow_patterns).index_name
     return name if name in names else None
+
+
+def expected_header_bytes(weight_map: Mapping[str, str]) -> dict[str, int]:
+    """What the headers of safetensors files take at most, going by their index, unless they are odd."""
+    found: dict[str, int] = {}
+    for tensor, file in weight_map.items():
+        found[file] = found.get(file, _HEADER_BYTES) + len(tensor.encode()) + _ENTRY_BYTES
+    return found
 
 
 def own_files(names: Iterable[str], format: WeightFormat) -> list[str]:

@@ -25,6 +25,7 @@ from raywl.sources.hub_errors import without_secrets
 from raywl.sources.selection import (
     INDEX_NAMES,
     companions,
+    expected_header_bytes,
     folder_names,
     index_name,
     indexed_files,
@@ -40,7 +41,10 @@ __all__ = ["StorePin", "StoreSource"]
 
 _WAIT_S = 3600.0
 _LATEST = "latest.json"
-_PROBE_BYTES = 128 << 10
+_PROBE_BYTES = 256 << 10
+"""What is read of a file to look at it: as much as is read of a header at first."""
+_SMALL_BYTES = 32 << 10
+"""The same, of files that aren't weights."""
 _MAX_INDEX_BYTES = 1 << 30
 _PROBING_THREADS = 16
 _WEB = ("http", "https")
@@ -144,7 +148,6 @@ class StorePin:
             endpoint=_endpoint_of(scheme, location, options),
             cache_dir=None if cache_dir is None else os.fsdecode(cache_dir),
             timeout_s=timeout_s,
-            nonce=secrets.token_hex(8),
             limits=Limits.of_environment(),
             location=location,
             options=options,
@@ -152,7 +155,8 @@ class StorePin:
         if _is_offline(offline):
             return empty._cached(), Seen()
         files, weights, seen = _Look(empty).run()
-        return replace(empty, files=files, weights=weights), seen
+        nonce = "" if all(file.tag for file in files) else secrets.token_hex(8)
+        return replace(empty, files=files, weights=weights, nonce=nonce), seen
 
     def checked_for_nodes(self) -> Self:
         """The pin itself, if other machines can read the store.
@@ -245,7 +249,7 @@ class StorePin:
         if absent := [name for name in weights if not source.has(name)]:
             source.lacking(absent)
             raise source.not_cached(absent)
-        return replace(found, weights=tuple(weights))
+        return replace(found, weights=_known_by(name, weights))
 
     def note_latest(self) -> None:
         """Notes in the cache what was listed, for when it is offline."""
@@ -277,6 +281,18 @@ def _weights(
     indexed = None if index is None else indexed_files(index)
     # With a damaged index there is nothing to choose by: reading the checkpoint says what is wrong with it.
     return [] if index is not None and indexed is None else weight_files(names, indexed, patterns)
+
+
+def _header_bytes(index: bytes | None) -> dict[str, int]:
+    """How long the headers of an index's files may be."""
+    if index is None or indexed_files(index) is None:
+        return {}
+    return expected_header_bytes(json.loads(index)["weight_map"])
+
+
+def _known_by(index: str | None, weights: Sequence[str]) -> tuple[str, ...]:
+    """The files that a checkpoint's identity is made of."""
+    return tuple(weights) if index is None else (index, *weights)
 
 
 class _Remotes:
@@ -316,7 +332,7 @@ class _Look:
         """Its files, which of them are the checkpoint, and what was learnt meanwhile."""
         pin = self._pin
         if pin.only is not None:
-            return tuple(self._probe([pin.only])), (pin.only,), self._seen
+            return tuple(self._probe([pin.only], _PROBE_BYTES)), (pin.only,), self._seen
         listed = self._list_web() if pin.kind in _WEB else self._remote.list()
         inside = set(folder_names([file.name for file in listed], None))
         listed = [file for file in listed if file.name in inside]
@@ -326,11 +342,12 @@ class _Look:
         # What leads outside is for the one to refuse who reads the index.
         weights = folder_names(_weights(names, index, pin.allow_patterns, None), None)
         if pin.kind in _WEB:
-            files = self._probe([*weights, *companions(names)], may_lack=True)
+            wanted = _header_bytes(index)
+            sizes = {name: wanted.get(name, _PROBE_BYTES) for name in weights}
+            files = self._probe([*weights, *companions(names)], may_lack=True, sizes=sizes)
         else:
             files = listed + self._nested(weights)
-        chosen = weights if found is None else [found, *weights]
-        return tuple(files), tuple(chosen), self._seen
+        return tuple(files), _known_by(found, weights), self._seen
 
     def _nested(self, weights: Sequence[str]) -> list[RemoteFile]:
         """Files of the index that lie in folders of the folder."""
@@ -364,14 +381,28 @@ class _Look:
                 ) from None
             return found + self._probe(_SMALL, may_lack=True)
 
-    def _probe(self, names: Sequence[str], may_lack: bool = False) -> list[RemoteFile]:
-        """Looks at files, at several at once; of some, those that aren't there are left out."""
+    def _probe(
+        self,
+        names: Sequence[str],
+        nbytes: int = _SMALL_BYTES,
+        *,
+        may_lack: bool = False,
+        sizes: Mapping[str, int] | None = None,
+    ) -> list[RemoteFile]:
+        """Looks at files, at several at once.
+
+        Args:
+            names: Their names.
+            nbytes: How much to read of each.
+            may_lack: Whether those that aren't there are left out.
+            sizes: How much to read of some.
+        """
 
         def look(name: str) -> RemoteFile | None:
             if name in self._known:
                 return self._known[name]
             try:
-                found = self._remote.probe(name, _PROBE_BYTES)
+                found = self._remote.probe(name, (sizes or {}).get(name, nbytes))
             except NotFoundError:
                 if may_lack:
                     return None

@@ -63,7 +63,7 @@ class StoreWords:
 
     def clean(self, text: str) -> str:
         """A text in one line, without secrets."""
-        line = (text.strip().splitlines() or [""])[0]
+        line = " ".join(text.split())
         return without_secrets(line, self.secrets)[:_MAX_TEXT]
 
 

@@ -117,6 +117,18 @@ def start(hub: HubServer, home: Path, code: str, *args: str, **environment: str)
     )
 
 
+def start_plain(code: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own, with nothing of this one's settings for stores."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "RAYWL_"))}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        env={**inherited, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 FETCH = """
 import sys, pickle, json
 from raywl.opening import open_checkpoint
@@ -151,11 +163,11 @@ def until(look: Callable[[], T], timeout_s: float = 30.0) -> T:
     return found
 
 
-def spans_left(folder: Path, at_least: int) -> list[tuple[int, int]]:
-    """What part files say is there, in the journal of the only one that has so many bytes."""
+def spans_left(folder: Path, size: int, at_least: int) -> list[tuple[int, int]]:
+    """What is there of a file of that size, by the journal of its part file, once it is as much as that."""
     for journal in folder.rglob("*.incomplete.journal"):
-        lines = journal.read_text().splitlines()[1:]
+        head, *lines = journal.read_text().splitlines() or ["{}"]
         spans = [(int(start), int(end)) for start, _, end in (line.partition(" ") for line in lines) if end]
-        if spans and sum(end - start for start, end in spans) >= at_least:
+        if json.loads(head).get("size") == size and sum(end - start for start, end in spans) >= at_least:
             return spans
     return []

@@ -68,13 +68,15 @@ def test_two_caches_are_two_downloads(hub, tmp_path):
 
 def test_another_one_finishes_what_a_killed_one_began(hub, tmp_path):
     """From what is there: no byte that the killed one had written is fetched again."""
-    commit = hub.add("org/name", sharded(ROWS))
+    files = sharded(ROWS)
+    commit = hub.add("org/name", files)
     stuck = hub.fail("/cdn/*model-00001*", "hang", times=1, after_bytes=1 << 20, of_bytes=HEADER)
     killed = start(hub, tmp_path, FETCH, "org/name", HF_HUB_USER_AGENT_ORIGIN="k", RAYWL_STALL_S="60")
     assert stuck.reached.wait(60)
     waiting = start(hub, tmp_path, FETCH, "org/name", HF_HUB_USER_AGENT_ORIGIN="w")
     hub.wait_for(4, "/cdn/org/name/model-*")
-    written = until(lambda: spans_left(tmp_path, at_least=1 << 19))
+    size = len(files["model-00001-of-00002.safetensors"])
+    written = until(lambda: spans_left(tmp_path, size, at_least=1 << 19))
     killed.send_signal(signal.SIGKILL)
     assert killed.wait(30) == -signal.SIGKILL
     killed.stdout.close()

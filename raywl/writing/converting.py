@@ -95,6 +95,7 @@ def convert(
         ValueError: The checkpoint is of safetensors files already, or `out` isn't empty.
         CheckpointError: The checkpoint is damaged, or has a tensor that safetensors can't hold.
         CapacityError: There isn't room for it on the disk.
+        SourceError: It comes from elsewhere, and can't be fetched.
         RuntimeError: What was written isn't what was read.
         OSError: The output can't be written.
     """
@@ -118,8 +119,10 @@ def convert(
     )
     report.nbytes = sum(checkpoint.tensors[name].nbytes for name in names)
     _check_room(target, report.nbytes)
+    show = make_progress(progress)
+    checkpoint.fetch(progress=show)
     check_records(checkpoint, headers)
-    count = _Count(report.nbytes, make_progress(progress))
+    count = _Count(report.nbytes, show)
     if target.endswith(SAFETENSORS.suffixes):
         with replacing(target) as temporary, reading(checkpoint) as reader:
             _write(reader, {temporary: names}, count)

@@ -11,15 +11,14 @@ from contextlib import contextmanager
 import torch
 
 from raywl.checkpoint import Manifest, TensorEntry
-from raywl.checkpoint.dtypes import TORCH_ONLY, torch_dtype, torch_itemsize, torch_name, torch_shape
+from raywl.checkpoint.dtypes import TORCH_ONLY, torch_itemsize, torch_name
 from raywl.checkpoint.header import MAX_HEADER_BYTES, FileHeader
 from raywl.checkpoint.manifest import read_one
 from raywl.errors import CheckpointError, CorruptFileError, some_of
-from raywl.plan import copy_of_box
-from raywl.plan.copies import contiguous_strides
-from raywl.plan.reads import schedule
+from raywl.plan import Read
 from raywl.readers import OpenFiles, choose_num_threads, execute
 from raywl.readers.memory import ByteView, bytes_of
+from raywl.readers.whole import read_whole, reads_of
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import FORMATS
 from raywl.verifying import Checksums
@@ -52,21 +51,16 @@ class TensorReader:
     """
 
     def __init__(self, manifest: Manifest, files: OpenFiles) -> None:
-        self.manifest, self.files = manifest, files
+        self.manifest, self._files = manifest, files
         self._num_threads = choose_num_threads(1)
 
     def read(self, name: str) -> torch.Tensor:
         """The bytes of a tensor, row after row, as a 1-d uint8 tensor."""
-        entry = self.manifest.tensors[name]
-        shape = torch_shape(entry.dtype, entry.shape)
-        view = ByteView(torch.empty(shape, dtype=torch_dtype(entry.dtype)))
-        if entry.nbytes:
-            box = tuple((0, size) for size in shape)
-            strides = contiguous_strides(shape, torch_itemsize(entry.dtype))
-            copy = copy_of_box(name, entry, box, name, strides, torch_name(entry.dtype))
-            reads = schedule([copy], {entry.file: 0})
-            execute(reads, self.files, {name: view}, num_threads=self._num_threads)
-        return view.raw
+        entries = self.manifest.tensors
+        return ByteView(read_whole([name], entries, reads_of([name], entries), self._execute)[name]).raw
+
+    def _execute(self, reads: Sequence[Read], targets: Mapping[str, ByteView]) -> None:
+        execute(reads, self._files, targets, num_threads=self._num_threads)
 
 
 @contextmanager
@@ -83,7 +77,7 @@ def check_dtypes(manifest: Manifest) -> None:
         if entry.dtype in TORCH_ONLY or (entry.dtype == "F4" and not entry.shape):
             shown = f"{torch_name(entry.dtype)} of shape {list(entry.shape)}"
             raise CheckpointError(
-                manifest.path(entry.file), name, f"is {shown}, which safetensors can't hold"
+                manifest.source.label(entry.file), name, f"is {shown}, which safetensors can't hold"
             )
 
 
@@ -203,7 +197,7 @@ def check_file(
     if sorted(written.tensors) != sorted(names) or dict(written.metadata) != METADATA:
         raise RuntimeError(f"{path}: names or metadata aren't what was written")
     with OpenFiles(written) as files:
-        buffer = torch.empty(_CHECK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(_CHECK_BYTES, dtype=torch.uint8, device="cpu")
         for name in names:
             source, found = reader.manifest.tensors[name], written.tensors[name]
             raw = reader.read(name)

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from raywl.errors import MissingFileError, RaywlError
 from raywl.sources.hub import is_offline
+from raywl.sources.hub_errors import without_secrets
 from raywl.sources.modelscope_errors import modelscope_error, needs_modelscope
 from raywl.sources.selection import INDEX_NAME, indexed_files
 
@@ -33,7 +35,7 @@ _SWITCHES = ("VLLM_USE_MODELSCOPE", "RAYWL_USE_MODELSCOPE")
 _WAIT_S = 3600.0
 """How long a process waits for another one that downloads the same."""
 _FRESH_S = 600.0
-"""How long others take a process's result: the ranks of a group don't all start at once."""
+"""How long others of a launch take a process's result: ranks don't all start at once."""
 
 
 def maybe_download_from_modelscope(
@@ -46,9 +48,9 @@ def maybe_download_from_modelscope(
     """The folder of a model of ModelScope, if that is what is to be used.
 
     Does nothing unless `VLLM_USE_MODELSCOPE` or `RAYWL_USE_MODELSCOPE` is true. Of several processes of a
-    node, one asks ModelScope; the others wait, and take the folder that it got, as do those that start within
-    10 minutes. When it fails, it raises the error, and the next one tries. With `HF_HUB_OFFLINE`, nobody is
-    asked, and the client's cache must have the model.
+    node, one asks ModelScope; the others wait, and take the folder that it got, as do those of the same
+    launch that come within 10 minutes. When it fails, it raises the error, and the next one tries. With
+    `HF_HUB_OFFLINE`, nobody is asked, and the client's cache must have the model.
 
     Args:
         model: An existing path, which is given back as it is, or a repository, as `org/name`.
@@ -99,10 +101,27 @@ class _Outcome:
     token: str
     """Another one for every download."""
     pid: int
+    thread: int
     host: str
+    launch: list[str]
+    """What it shares with the other ranks of its launch."""
     at_s: float
     path: str | None = None
     error: str | None = None
+
+    @classmethod
+    def of_this(cls, key: str, path: str | None, error: str | None) -> _Outcome:
+        return cls(
+            key=key,
+            token=secrets.token_hex(8),
+            pid=os.getpid(),
+            thread=threading.get_ident(),
+            host=socket.gethostname(),
+            launch=_launch(),
+            at_s=time.time(),
+            path=path,
+            error=error,
+        )
 
     @classmethod
     def read(cls, note: str) -> _Outcome | None:
@@ -118,8 +137,19 @@ class _Outcome:
         if self.path is None or not os.path.isdir(self.path):
             return False
         is_recent = 0 <= time.time() - self.at_s < _FRESH_S
-        others = self.pid != os.getpid() and self.host == socket.gethostname()
-        return waited_for or (others and is_recent)
+        is_another = (self.pid, self.thread) != (os.getpid(), threading.get_ident())
+        is_of_this_launch = self.host == socket.gethostname() and not set(self.launch).isdisjoint(_launch())
+        return waited_for or (is_recent and is_another and is_of_this_launch)
+
+
+def _launch() -> list[str]:
+    """What the processes of one launch have in common, and those of two have not."""
+    found = [f"group {os.getpgid(0)}"]
+    parent = os.getppid()
+    # A shell or the system's first process starts launches, and isn't one.
+    if parent not in (1, os.getsid(0)):
+        found.append(f"parent {parent}")
+    return [f"{what} of job {os.environ.get('RAY_JOB_ID', '')}" for what in found]
 
 
 def _lead(download: Callable[[], str], note: str, key: str, name: str, failed: _Outcome | None) -> str:
@@ -129,15 +159,13 @@ def _lead(download: Callable[[], str], note: str, key: str, name: str, failed: _
         path = download()
         return path
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
+        told = f"{type(error).__name__}: {error}"
+        said = without_secrets(told, [os.environ.get("MODELSCOPE_API_TOKEN")])
         if failed is not None:
             error.add_note(f"before it, process {failed.pid} failed to download {name}: {failed.error}")
         raise
     finally:
-        _leave(
-            note,
-            _Outcome(key, secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time(), path, said),
-        )
+        _leave(note, _Outcome.of_this(key, path, said))
 
 
 def _leave(note: str, outcome: _Outcome) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -244,7 +246,7 @@ def ranks(tmp_path):
     os.mkfifo(tmp_path / "gate")
     started = []
 
-    def start(**environment):
+    def start(new_session=False, **environment):
         inherited = {"PYTHONPATH": str(tmp_path / "fake"), "RAYWL_USE_MODELSCOPE": "1", "HF_HUB_OFFLINE": "0"}
         process = subprocess.Popen(
             [sys.executable, "-c", ASK, str(tmp_path / "dir")],
@@ -252,6 +254,7 @@ def ranks(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=new_session,
         )
         started.append(process)
         return process
@@ -296,6 +299,38 @@ def test_a_rank_that_comes_late_takes_the_path(ranks):
     ranks.note().write_text(json.dumps({**note, "at_s": note["at_s"] - 3600}))
     assert outcome(ranks())["path"] == first
     assert len(ranks.calls()) == 2
+
+
+def test_another_launch_asks_again(ranks):
+    """What a branch is at may have changed between two launches, however close."""
+    outcome(ranks())
+    note = json.loads(ranks.note().read_text())
+    assert note["launch"][0] == f"group {os.getpgid(0)} of job "
+    ranks.note().write_text(json.dumps({**note, "launch": ["group 1 of job ", "parent 2 of job "]}))
+    outcome(ranks())
+    assert len(ranks.calls()) == 2
+    outcome(ranks(RAY_JOB_ID="02000000"))
+    assert len(ranks.calls()) == 3
+
+
+def test_ranks_with_a_process_group_each_are_of_one_launch(ranks):
+    """As launchers start them that end all processes of a rank together."""
+    for _ in range(2):
+        outcome(ranks(new_session=True))
+    assert len(ranks.calls()) == 1
+
+
+def test_threads_are_ranks_too(client):
+    client.add("org/name", {"config.json": b"{}"})
+    ready = threading.Barrier(3)
+
+    def ask(_):
+        ready.wait(30)
+        return maybe_download_from_modelscope("org/name")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(ask, range(3)))) == 1
+    assert client.listings() == 1
 
 
 def test_a_note_is_not_taken_for_more_than_it_says(ranks, tmp_path):

@@ -82,12 +82,18 @@ def runai_safetensors_weights_iterator(
 
     Raises:
         ImportError: The library isn't installed.
-        ValueError: This process is none of the ranks of a group.
+        ValueError: An address in place of a path; a memory limit that is no number; a group that this process
+            isn't in.
         CapacityError: A tensor is larger than the library's memory limit.
         CheckpointError: A file is damaged, or the library can't read it.
         ClusterError: Another rank has failed, or the ranks disagree on files or shared tensors.
     """
     files = as_paths(hf_weights_files)
+    if addresses := [path for path in files if "://" in path]:
+        raise ValueError(
+            f"hf_weights_files are paths of this machine, not addresses ({some_of(addresses)}): "
+            "raywl.load_into and raywl.open_checkpoint take those"
+        )
     if is_shared_cpu_weight is not None and not callable(is_shared_cpu_weight):
         raise TypeError(f"is_shared_cpu_weight must be callable, not {type(is_shared_cpu_weight).__name__}")
     group = resolve_group(process_group) if is_distributed else None

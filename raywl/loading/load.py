@@ -63,6 +63,10 @@ def load_into(
     `load_weights(iterator)` of its own, and no mapping given, has that called. All of them get lazy
     weights, of which only what is copied is read.
 
+    Names that the model doesn't have are looked for by the rules for scales of the KV cache and for experts
+    (`raywl.remap`): `kv_scale` fills `k_scale` and `v_scale`, and `experts.w13_weight` is found under
+    `experts.routed_experts.`. Scales that stay unused are summed up in one warning.
+
     Everything that can be checked before the first byte is written is checked then: the model is
     untouched by an error, unless the error's `partly_loaded` is true.
 

@@ -249,3 +249,16 @@ def test_several_ranks_never_read_directly(tmp_path):
         assert not rank.error
     assert ranks[1].value == (["a.0", "b.0", "a.1", "b.1"], [("cuda:0", True)])
     assert ranks[0].value == ([], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path):
+    """The same tensors, on the GPU, whether or not reads are direct there."""
+    paths = write_all(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = dict(fastsafetensors_weights_iterator(paths, False))
+    assert {tensor.device.type for tensor in got.values()} == {"cuda"}
+    expected = [row(*pair) for pair in safetensors_weights_iterator(paths, False)]
+    assert [row(name, tensor.cpu()) for name, tensor in got.items()] == expected

@@ -129,6 +129,14 @@ def test_arguments_of_another_kind_are_refused_at_once(arguments, says):
         runai_safetensors_weights_iterator(*arguments)
 
 
+def test_addresses_are_refused_with_what_takes_them():
+    """The library could read them, but not what raywl reads beforehand."""
+    with pytest.raises(
+        ValueError, match=r"not addresses \(s3://bucket/model\.safetensors\): raywl\.load_into"
+    ):
+        runai_safetensors_weights_iterator(["s3://bucket/model.safetensors"], False)
+
+
 def test_one_file_is_held_at_a_time(tmp_path, spy):
     """The next file isn't begun while tensors of the one before are given out, and those are let go of."""
     paths, held = numbered(tmp_path, 3), []
@@ -344,3 +352,15 @@ def test_groups_are_not_needed_where_there_are_none(tmp_path):
     for options in ({}, {"process_group": None}, {"process_group": ...}):
         names = [n for n, _ in runai_safetensors_weights_iterator(paths, False, True, **options)]
         assert names == ["a.0", "b.0"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path, spy):
+    """With `is_distributed` tensors come on the GPU, also in a lone process, and from raywl's reader."""
+    paths = [write_dtype(tmp_path, dtype, prefix=dtype) for dtype in ("F32", "F8_E4M3FNUZ")]
+    with pytest.warns(UserWarning, match="can't read F8_E4M3FNUZ"):
+        got = dict(runai_safetensors_weights_iterator(paths, False, True))
+    assert {tensor.device.type for tensor in got.values()} == {"cuda"}
+    expected = [row(*pair) for pair in safetensors_weights_iterator(paths, False)]
+    assert [row(name, tensor.cpu()) for name, tensor in got.items()] == expected

@@ -11,8 +11,10 @@ from tests.iterators import scenarios
 from tests.iterators.ranks import run_ranks
 
 
-def test_all_say_and_hear_the_same():
-    assert [rank.value for rank in run_ranks(scenarios.line, 3, "nobody", "-")] == ["done"] * 3
+@pytest.mark.parametrize("how", ["-", "over a GPU's group"])
+def test_all_say_and_hear_the_same(how):
+    """Also where the group that they were given moves no tensors of the CPU."""
+    assert [rank.value for rank in run_ranks(scenarios.line, 3, "nobody", how)] == ["done"] * 3
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raywl.opening import Checkpoint, open_checkpoint
     from raywl.plan import LoadPlan
     from raywl.report import GroupReport, LoadReport
+    from raywl.saving import SaveReport, save_sharded
 
 _HOMES = {
     "Checkpoint": "raywl.opening",
@@ -26,11 +27,13 @@ _HOMES = {
     "LoadReport": "raywl.report",
     "RankGroup": "raywl.actors",
     "ReloadReport": "raywl.loading",
+    "SaveReport": "raywl.saving",
     "SharedTable": "raywl.actors",
     "launch": "raywl.actors",
     "load_into": "raywl.loading",
     "open_checkpoint": "raywl.opening",
     "reload_into": "raywl.loading",
+    "save_sharded": "raywl.saving",
     "share_table": "raywl.actors",
 }
 
@@ -43,6 +46,7 @@ __all__ = [
     "RankGroup",
     "ReloadReport",
     "Replicate",
+    "SaveReport",
     "Shard",
     "SharedTable",
     "__version__",
@@ -52,6 +56,7 @@ __all__ = [
     "load_into",
     "open_checkpoint",
     "reload_into",
+    "save_sharded",
     "share_table",
 ]
 

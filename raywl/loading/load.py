@@ -122,7 +122,7 @@ def load_into(
     with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
         reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
         _load(model, binding, reader, report, plan, strict, make_progress(progress))
-    note_loaded(model, checkpoint, report, binding.computed)
+    note_loaded(model, checkpoint, report, binding.targets, binding.computed)
     report.phases["post"] = timeline.note_phase("post")
     report.seconds = time.perf_counter() - timeline.origin_s
     return report

@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def computed(self) -> frozenset[str]:
-        """Targets that hold something else than what copies have set, wholly or in part: loaders computed it."""
+        """Targets that hold, wholly or in part, something else than copies have set: loaders computed it."""
         instead = (name for name, written in self.written.items() if written.otherwise)
         return frozenset(self._overwritten.union(n for n in instead if n not in self._copies_of))
 

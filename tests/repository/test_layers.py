@@ -20,7 +20,7 @@ LAYERS = [
     {"iterators"},
     {"opening", "verifying"},
     {"loading", "writing"},
-    {"weight_utils"},
+    {"saving", "weight_utils"},
     {"actors"},
     {"empty_model"},
     {"bench", "demo"},

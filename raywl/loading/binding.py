@@ -23,6 +23,7 @@ from raywl.loading.tp_plan import shards_from_tp_plan, unused_entries
 from raywl.opening import Checkpoint
 from raywl.plan import Copy, LoadPlan, copy_of_box, local_box
 from raywl.plan.declare import SpecTable
+from raywl.plan.fills import Fill
 from raywl.readers import Reader
 from raywl.readers.memory import can_convert, dtype_name
 from raywl.remap.experts import parse_expert_id
@@ -298,6 +299,10 @@ class Binding:
             if plan is not None:
                 for copy in plan.copies:
                     self._check_copy(copy, recorder)
+                for fill in plan.fills:
+                    self._check_fill(fill, recorder)
+                for fill in plan.fills:
+                    recorder.declare_fill(fill)
                 for copy in plan.copies:
                     recorder.declare(copy)
                 self.used = {copy.tensor for copy in plan.copies}
@@ -405,6 +410,13 @@ class Binding:
             or not 0 <= copy.dst_start <= copy.dst_end <= view.nbytes
         ):
             raise ValueError(f"the plan is damaged: its copy of {copy.tensor} to {copy.target} doesn't fit")
+
+    def _check_fill(self, fill: Fill, recorder: Recorder) -> None:
+        """As `_check_copy`."""
+        view, dtype = recorder.views.get(fill.target), getattr(torch, fill.dst_dtype, None)
+        known = view is not None and isinstance(dtype, torch.dtype)
+        if not known or not 0 <= fill.dst_start <= fill.dst_end <= view.nbytes:
+            raise ValueError(f"the plan is damaged: its constant for {fill.target} doesn't fit")
 
     def _check_plan(self, plan: LoadPlan) -> None:
         """A plan is used for what it was made for, or not at all."""

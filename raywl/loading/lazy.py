@@ -2,25 +2,45 @@
 
 A lazy weight is a real tensor over a private mapping of the file, so that everything about it (shape,
 strides, views) is torch's own. Views of it stay lazy; their address, shape and strides say which bytes
-of the file they are. A `copy_` from it into memory becomes a recorded copy; any other use reads what it
+of the file they are. So do conversions to another dtype or layout (`to`, `contiguous`), which are made
+while copying. A `copy_` from it into memory becomes a recorded copy; any other use reads what it
 needs by `preadv` into memory of its own and goes on as a plain tensor. The mapping itself is touched
-only by code that torch can't show us (a C++ extension), and then holds the right bytes.
+only by code that torch can't show us (a C++ extension), and then holds the right bytes. Where files can't
+be mapped, and for conversions, there is no memory behind the tensor, and torch asks us for every use.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from raywl.checkpoint.dtypes import torch_dtype, torch_shape
 from raywl.checkpoint.header import TensorEntry
-from raywl.plan.copies import span_of
-from raywl.readers.memory import bytes_of
+from raywl.loading.lazy_sources import (
+    ConvertedSource,
+    FileSource,
+    LazySource,
+    ReadsNow,
+    is_dense,
+    memory_of_file,
+    put_behind,
+    without_memory,
+)
+from raywl.readers.memory import can_convert
 
-__all__ = ["LazySource", "LazyWeight", "lazy_copies", "lazy_weight", "plain", "writes", "written_to"]
+__all__ = [
+    "LazySource",
+    "LazyWeight",
+    "UnmappedWeight",
+    "is_basic",
+    "lazy_copies",
+    "lazy_weight",
+    "plain",
+    "writes",
+    "written_to",
+]
 
 VIEWS = frozenset(
     """__getitem__ alias adjoint as_strided chunk detach diagonal dsplit expand expand_as flatten hsplit
@@ -44,69 +64,10 @@ ALIASES = frozenset(
 """Functions that hand out, or take over, the memory itself."""
 
 _CONVERSIONS = frozenset(
-    """to type type_as float half bfloat16 double cpu int long short char byte bool cfloat""".split()
+    """bfloat16 bool byte cfloat char contiguous cpu double float half int long short to type
+    type_as""".split()
 )
 """Functions that give back their argument where there is nothing to convert."""
-
-
-class LazySource:
-    """One checkpoint tensor behind all lazy views of it."""
-
-    def __init__(self, name: str, entry: TensorEntry, base: torch.Tensor, reader: ReadsNow) -> None:
-        self.name, self.entry = name, entry
-        self.base = base
-        """The whole tensor, over the mapping."""
-        self.address = base.data_ptr()
-        self.reader = reader
-        self.loaded: torch.Tensor | None = None
-        """The whole tensor in memory, once something may have written to it or kept its address."""
-
-    def start_of(self, view: torch.Tensor) -> int:
-        """Byte of the file that a view's first element starts at."""
-        return self.entry.start + self._offset_of(view)
-
-    def _offset_of(self, view: torch.Tensor) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return view.data_ptr() - self.address
-
-    def read(self, view: torch.Tensor) -> torch.Tensor:
-        """The values of a view as a plain tensor of the same shape and strides."""
-        self.reader.note_use(self)
-        if self.loaded is not None:
-            return self._over_loaded(view)
-        with torch._C.DisableTorchFunctionSubclass():
-            strides = tuple(stride * view.itemsize for stride in view.stride())
-            span = span_of(tuple(view.shape), strides, view.itemsize)
-            raw = torch.empty(span, dtype=torch.uint8)
-            if span:
-                self.reader.read_now(self, self.start_of(view), bytes_of(raw))
-            return _as_lazily(view, raw.view(view.dtype).as_strided(view.shape, view.stride(), 0))
-
-    def load(self) -> torch.Tensor:
-        """The whole tensor in memory, from now on the one truth for all views of it."""
-        if self.loaded is None:
-            self.loaded = self.read(self.base)
-        return self.loaded
-
-    def _over_loaded(self, view: torch.Tensor) -> torch.Tensor:
-        assert self.loaded is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            whole = torch.empty(0, dtype=torch.uint8).set_(self.loaded.untyped_storage())
-            offset = self._offset_of(view) // view.itemsize
-            return _as_lazily(view, whole.view(view.dtype).as_strided(view.shape, view.stride(), offset))
-
-
-class ReadsNow(Protocol):
-    """Reads bytes at once, for uses that can't wait, and takes copies."""
-
-    def note_use(self, source: LazySource) -> None:
-        """Notes that an element of a weight was copied or looked at."""
-
-    def read_now(self, source: LazySource, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` of the source's file."""
-
-    def copy(self, dst: torch.Tensor, src: LazyWeight) -> None:
-        """Copies a lazy weight into memory, now or later, as `dst.copy_` would."""
 
 
 class LazyWeight(torch.Tensor):
@@ -133,11 +94,10 @@ class LazyWeight(torch.Tensor):
             for dst, src in pairs:
                 src.source.reader.copy(dst, src)
             return None if name != "copy_" else pairs[0][0]
-        if args and isinstance(args[0], LazyWeight):
-            if name == "contiguous" and args[0].is_contiguous(**kwargs):
-                return args[0]
-            if name in _CONVERSIONS and _converts_nothing(func, args, kwargs):
-                return args[0]
+        if args and isinstance(args[0], LazyWeight) and name in _CONVERSIONS:
+            converted = _convert(func, name, args, kwargs)
+            if converted is not None:
+                return converted
         if name in ALIASES:
             _load_all((*args, *kwargs.values()))
         elif writes(name, kwargs):
@@ -155,26 +115,42 @@ class LazyWeight(torch.Tensor):
         return plain(self).clone().__reduce_ex__(protocol)
 
 
+class UnmappedWeight(LazyWeight):
+    """A lazy weight without memory: torch asks for its values also when called by code that isn't Python."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # It may be written to, or kept: from now on memory is the truth.
+        kwargs = kwargs or {}
+        _load_all((*args, *kwargs.values()))
+
+        def value_of(value: Any) -> Any:
+            if isinstance(value, LazyWeight):
+                return value.source.read(value)
+            return type(value)(map(value_of, value)) if isinstance(value, tuple | list) else value
+
+        return func(*map(value_of, args), **{key: value_of(value) for key, value in kwargs.items()})
+
+
 def lazy_weight(name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader: ReadsNow) -> LazyWeight:
     """The lazy weight of a checkpoint tensor.
 
     Args:
         name: Its name.
         entry: Where it lies.
-        mapping: A private mapping of its file; `None` for a tensor without elements.
+        mapping: A private mapping of its file; `None` where it can't be mapped.
         reader: Takes its copies and reads.
     """
-    dtype, shape = torch_dtype(entry.dtype), torch_shape(entry.dtype, entry.shape)
-    if entry.nbytes and mapping is not None:
-        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start)
-        flat = raw.view(dtype)
-        if entry.strides is None:
-            base = flat.view(shape)
-        else:
-            base = flat.as_strided(shape, [stride // flat.itemsize for stride in entry.strides])
-    else:
-        base = torch.empty(shape, dtype=dtype)
-    return _wrap(base, LazySource(name, entry, base, reader))
+    # Nobody needs to watch this.
+    with torch._C.DisableTorchFunction():
+        base = memory_of_file(entry, mapping)
+        has_memory = mapping is not None or not entry.nbytes
+        source = FileSource(name, entry, reader, base, has_memory)
+        if not has_memory:
+            put_behind(base, source)
+        return _wrap(base, source)
 
 
 def plain(value: Any) -> Any:
@@ -183,13 +159,13 @@ def plain(value: Any) -> Any:
 
 
 def _wrap(tensor: torch.Tensor, source: LazySource) -> LazyWeight:
-    lazy = tensor.as_subclass(LazyWeight)
+    lazy = tensor.as_subclass(LazyWeight if source.has_memory else UnmappedWeight)
     lazy.source = source
     return lazy
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return func(*args, **kwargs)
 
 
@@ -203,7 +179,7 @@ def lazy_copies(
         pairs = [(args[0], source)] if args else []
     elif name == "_foreach_copy_" and len(args) > 1 and len(args[0]) == len(args[1]):
         pairs = list(zip(args[0], args[1], strict=True))
-    elif name == "__setitem__" and isinstance(args[2], LazyWeight) and _is_basic(args[1]):
+    elif name == "__setitem__" and isinstance(args[2], LazyWeight) and is_basic(args[1]):
         if isinstance(args[0], LazyWeight):
             return None
         value: Any = args[2]
@@ -217,19 +193,52 @@ def lazy_copies(
     return pairs if pairs and good else None
 
 
-def _converts_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a conversion gives its argument back, tried on a tensor without elements."""
-    if "memory_format" in kwargs:
-        return False
-    probe = torch.empty(0, dtype=args[0].dtype)
-    return _run(func, (probe, *args[1:]), kwargs) is probe
+def _convert(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The lazy weight that a conversion makes of another; `None` where it has to be made at once."""
+    lazy = args[0]
+    if name == "contiguous" and lazy.is_contiguous(**kwargs):
+        return lazy
+    probe = torch.empty(0, dtype=lazy.dtype, device="cpu")
+    try:
+        result = _run(func, (probe, *args[1:]), {k: v for k, v in kwargs.items() if k != "memory_format"})
+        if result is probe and name != "contiguous" and "memory_format" not in kwargs:
+            return lazy
+        like = _like(lazy, name, result, kwargs)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        # No conversion after all (`type()`), or wrong arguments, which torch says when called in earnest.
+        return None
+    source = lazy.source
+    if like is None or source.loaded is not None or not lazy.numel() or lazy.is_conj() or lazy.is_neg():
+        return None
+    # What is lost with an imaginary part is a warning of torch's, to whom it may concern.
+    if like.dtype != lazy.dtype and (lazy.is_complex() or not can_convert(lazy.dtype, like.dtype)):
+        return None
+    located = source.locate(lazy)
+    if located is None or not (is_dense(like) and like.untyped_storage().nbytes() == like.nbytes):
+        return None
+    base = without_memory(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
+    converted = ConvertedSource(lazy, located, like)
+    put_behind(base, converted)
+    return _wrap(base, converted)
 
 
-def _as_lazily(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over a view's bytes, read as the view reads them."""
-    if view.is_conj():
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if view.is_neg() else tensor
+def _like(lazy: LazyWeight, name: str, result: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A meta tensor of the dtype, shape and strides that a conversion gives; `None` for other devices.
+
+    Args:
+        lazy: The weight.
+        name: Of the function.
+        result: What it gave for a tensor without elements.
+        kwargs: What it was called with.
+    """
+    if result.device.type != "cpu":
+        return None
+    layout = {"memory_format": kwargs["memory_format"]} if "memory_format" in kwargs else {}
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta")
+        if name == "contiguous":
+            return meta.contiguous(**layout)
+        return meta.to(result.dtype, copy=True, **layout)
 
 
 def _rewrap(result: Any, lazy: LazyWeight) -> Any:
@@ -248,7 +257,7 @@ def _get(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return _rewrap(_run(func, args, {}), args[0])
 
 
-def _is_basic(index: Any) -> bool:
+def is_basic(index: Any) -> bool:
     """Whether an index makes a view: integers, slices, `None` and `...` only."""
     items = index if isinstance(index, tuple) else (index,)
     return all(
@@ -258,7 +267,7 @@ def _is_basic(index: Any) -> bool:
 
 def _view(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lazy = args[0] if args else None
-    if not isinstance(lazy, LazyWeight) or (name == "__getitem__" and not _is_basic(args[1])):
+    if not isinstance(lazy, LazyWeight) or (name == "__getitem__" and not is_basic(args[1])):
         return _compute(func, args, kwargs)
     if name in ("reshape", "flatten", "ravel") and not lazy.is_contiguous():
         # On other strides these may copy, which would read through the mapping.
@@ -268,7 +277,8 @@ def _view(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         try:
             return _rewrap(_run(torch.Tensor.view, (lazy, shape), {}), lazy)
         except RuntimeError:
-            return _compute(func, args, kwargs)
+            new = _convert(torch.Tensor.contiguous, "contiguous", (lazy,), {})
+            return _compute(func, args, kwargs) if new is None else new.view(shape)
     return _rewrap(_run(func, args, kwargs), lazy)
 
 

@@ -164,7 +164,7 @@ def _load(
             recorder = binding.prepare(reader, plan)
             make_local(binding.checkpoint, binding.files_of_loaders(plan), report, progress)
             binding.record(recorder, plan)
-            for target, was_lazy in adopt_registered(binding.targets, recorder.is_mapped):
+            for target, was_lazy in adopt_registered(binding.targets, recorder.mappings.values_of):
                 recorder.note_registered(target.name)
                 if was_lazy:
                     report.notes.append(f"{target.name}: a loader left its weight in the model; it was read")
@@ -182,6 +182,7 @@ def _load(
             planned_s = timeline.note_phase("plan")
             report.phases["plan"] = report.phases.get("plan", 0.0) + planned_s
             recorder.started = bool(reads) or recorder.started
+            recorder.make_fills()
             before = timeline.parts
             reader.execute(reads, recorder.views, count)
             wall_s = timeline.note_phase("read")
@@ -205,15 +206,17 @@ def _load(
 
 def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:
     """What is known before the reads: it decides whether they are made at all."""
+    planned = binding.routed | {fill.target for fill in recorder.fills}
     report.plan = LoadPlan(
         identity=binding.checkpoint.identity,
         context=report.context,
         files=tuple(binding.file_order),
         copies=tuple(recorder.copies),
+        fills=tuple(recorder.fills),
         targets={
             target.name: TargetInfo(dtype_name(target.tensor.dtype), tuple(target.local.shape))
             for target in binding.targets
-            if not target.is_meta and (target.name in binding.routed or recorder.written[target.name].nbytes)
+            if not target.is_meta and (target.name in planned or recorder.written[target.name].nbytes)
         },
         unplanned=tuple(recorder.surprises),
     )

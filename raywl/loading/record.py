@@ -9,11 +9,8 @@ knows about) makes that memory's copies immediate from then on.
 from __future__ import annotations
 
 import math
-import mmap
 import sys
 import threading
-import weakref
-from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from raywl.checkpoint import Manifest, TensorEntry
+from raywl.checkpoint import Manifest
 from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
+from raywl.loading.constants import fill_of, make_fill
 from raywl.loading.lazy import (
     ALIASES,
     FACTS,
@@ -35,13 +33,15 @@ from raywl.loading.lazy import (
     writes,
     written_to,
 )
+from raywl.loading.lazy_sources import without_detours
+from raywl.loading.mappings import Mappings
 from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
+from raywl.plan.fills import Fill, Number
+from raywl.plan.layout import Dim
 from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
 from raywl.plan.reads import schedule
 from raywl.readers import READER_THREADS, ByteView, Reader
-from raywl.readers.files import max_open_files
 from raywl.readers.memory import can_convert, dtype_name
-from raywl.readers.ways import map_privately
 
 __all__ = ["Recorder", "Written"]
 
@@ -64,6 +64,8 @@ class _Memory:
     """`(first byte, end byte, name)` in the storage."""
     pending: Pending = field(default_factory=Pending)
     """Noted copies that haven't been made; their `dst_start` counts from the storage's first byte."""
+    fills: list[Fill] = field(default_factory=list)
+    """Noted constants that haven't been made, to be made before the copies; they count likewise."""
     immediate: bool = False
     """Whether something holds an alias that torch functions don't show."""
     repeated: bool = False
@@ -93,9 +95,7 @@ class Recorder(TorchFunctionMode):
         self._manifest, self._reader, self._targets = manifest, reader, targets
         self._files = reader.files
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
-        self._mappings: dict[str, mmap.mmap] = {}
-        self._mapped: list[tuple[int, int]] = []
-        self._max_mappings = max_open_files()
+        self.mappings = Mappings(manifest, reader.files)
         self._views: dict[str, ByteView] = {}
         self._memories: dict[int, _Memory] = {}
         self._memory_by_name: dict[str, _Memory] = {}
@@ -110,6 +110,8 @@ class Recorder(TorchFunctionMode):
         """Tensors of which some element was copied or looked at."""
         self.copies: list[Copy] = []
         """All copies into targets, in the order they were made."""
+        self.fills: list[Fill] = []
+        """All constants that loaders put into targets, in order."""
         self.written: dict[str, Written] = {name: Written() for name in targets}
         self.nbytes_early: dict[str, int] = {}
         """Bytes that were read before the end, by file, because something wanted the values."""
@@ -135,23 +137,7 @@ class Recorder(TorchFunctionMode):
         """The lazy weight of a checkpoint tensor."""
         self._watch_threads()
         entry = self._manifest.entry(name)
-        return lazy_weight(name, entry, self._mapping(entry), self)
-
-    def _mapping(self, entry: TensorEntry) -> mmap.mmap | None:
-        if not entry.nbytes:
-            return None
-        if entry.file not in self._mappings:
-            size = next(file.size for file in self._manifest.files if file.name == entry.file)
-            with self._files.using(entry.file) as fd:
-                mapping = map_privately(fd, size)
-            # A mapping holds a descriptor. It lives on for as long as a weight of it does.
-            if len(self._mappings) >= self._max_mappings:
-                self._mappings.pop(next(iter(self._mappings)))
-            self._mappings[entry.file] = mapping
-            first = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-            insort(self._mapped, (first, first + size))
-            weakref.finalize(mapping, self._mapped.remove, (first, first + size)).atexit = False
-        return self._mappings[entry.file]
+        return lazy_weight(name, entry, self.mappings.of(entry), self)
 
     # What the lazy weights ask for.
 
@@ -216,19 +202,45 @@ class Recorder(TorchFunctionMode):
         nbytes = math.prod(copy.shape) * itemsize_of(copy.dst_dtype)
         self.written[copy.target].nbytes += nbytes
 
-    def is_mapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is a mapped file's."""
-        if not self._mapped or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return False
-        address = tensor.untyped_storage().data_ptr()
-        at = bisect_right(self._mapped, (address, sys.maxsize)) - 1
-        return at >= 0 and address < self._mapped[at][1]
-
     def note_registered(self, name: str) -> None:
         """Notes that a loader registered a tensor of its own in a target's place."""
         self.started = True
         self.written.setdefault(name, Written()).otherwise = True
         self.surprises[f"{name} was registered anew by a loader"] = None
+
+    def fill(self, dst: torch.Tensor, value: Number) -> bool:
+        """Notes `dst.fill_(value)`; `False` where it has to be made at once."""
+        with self._lock:
+            memory = self._memory_of(dst)
+            if memory is None or memory.immediate or self._shared or dst.is_conj() or dst.is_neg():
+                return False
+            # What torch refuses it refuses here.
+            torch.empty(1, dtype=dst.dtype, device="cpu").fill_(value)
+            if not dst.numel():
+                return True
+            copy = self._place_of(dst)
+            name = self._holder_of(copy.dst_start, copy.dst_end, memory)
+            if name is None:
+                return False
+            if memory.pending.may_overlap(copy):
+                self.drain()
+            self._note_overwritten(name, copy)
+            noted = Fill(name, copy.dst_start, copy.shape, copy.dst_strides, copy.dst_dtype, value)
+            self._note_fill(noted, memory)
+            self.fills.append(noted._replace(dst_start=noted.dst_start - self._views[name].first))
+            return True
+
+    def _note_fill(self, fill: Fill, memory: _Memory) -> None:
+        memory.fills.append(fill)
+        for first, last, name in memory.targets:
+            if first < fill.dst_end and fill.dst_start < last:
+                self.written[name].otherwise = True
+
+    def declare_fill(self, fill: Fill) -> None:
+        """Notes a constant that was planned without a loader."""
+        self.fills.append(fill)
+        first = self._views[fill.target].first
+        self._note_fill(fill._replace(dst_start=fill.dst_start + first), self._memory_by_name[fill.target])
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""
@@ -239,7 +251,7 @@ class Recorder(TorchFunctionMode):
     def _copy_now(
         self, dst: torch.Tensor, src: LazyWeight, memory: _Memory | None, noted: Copy | None
     ) -> None:
-        if memory is not None and memory.pending:
+        if memory is not None and (memory.pending or memory.fills):
             self.drain()
         self.started = self.started or memory is not None
         values = src.source.read(src)
@@ -251,32 +263,62 @@ class Recorder(TorchFunctionMode):
     def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
         if tensor.layout is not torch.strided:
             return None
-        return self._memories.get(tensor.untyped_storage().data_ptr())
+        try:
+            return self._memories.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:
+            # It has none: a parameter that another thread let stand for a weight.
+            return None
 
     def _copy_of(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory) -> Copy | None:
         """The copy as data, counted from the storage's first byte; `None` where no target holds it all."""
+        if dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg():
+            return None
+        source = src.source
+        located = source.locate(src)
+        seen = source.dtypes if source.dtype == src.dtype else (dtype_name(src.dtype),)
+        dtypes = without_detours((*seen, dtype_name(dst.dtype)))
+        if located is None or len(dtypes) > 3:
+            return None
         item = dst.itemsize
+        dims = [
+            (size, stride, step * item)
+            for parts, dst_stride in zip(located.dims, dst.stride(), strict=True)
+            for size, stride, step in _steps(parts, dst_stride)
+        ]
         copy = normalise(
             Copy(
-                tensor=src.source.name,
-                file=src.source.entry.file,
+                tensor=source.name,
+                file=source.entry.file,
                 target="",
-                src_start=src.source.start_of(src),
+                src_start=located.start,
                 dst_start=int(dst.storage_offset()) * item,
-                shape=tuple(dst.shape),
-                src_strides=tuple(stride * src.itemsize for stride in src.stride()),
-                dst_strides=tuple(stride * item for stride in dst.stride()),
-                src_dtype=dtype_name(src.dtype),
-                dst_dtype=dtype_name(dst.dtype),
+                shape=tuple([size for size, _, _ in dims]),
+                src_strides=tuple([stride for _, stride, _ in dims]),
+                dst_strides=tuple([stride for _, _, stride in dims]),
+                src_dtype=dtypes[0],
+                dst_dtype=dtypes[-1],
+                via=dtypes[1] if len(dtypes) == 3 else "",
             )
         )
-        if dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg() or not writes_once(copy):
+        if not writes_once(copy):
             return None
-        for first, end, name in memory.targets:
-            if first <= copy.dst_start and copy.dst_end <= end:
-                same = copy.src_dtype == copy.dst_dtype
-                if same or self._views[name].dtype == dst.dtype:
-                    return copy._replace(target=name)
+        name = self._holder_of(copy.dst_start, copy.dst_end, memory, dst.dtype if copy.converts else None)
+        return None if name is None else copy._replace(target=name)
+
+    def _place_of(self, dst: torch.Tensor) -> Copy:
+        """A tensor's place in its storage, as that of a copy from nowhere."""
+        item, dtype = dst.itemsize, dtype_name(dst.dtype)
+        strides = tuple([stride * item for stride in dst.stride()])
+        start = int(dst.storage_offset()) * item
+        return normalise(Copy("", "", "", 0, start, tuple(dst.shape), strides, strides, dtype, dtype))
+
+    def _holder_of(
+        self, start: int, end: int, memory: _Memory, dtype: torch.dtype | None = None
+    ) -> str | None:
+        """The target that some bytes of its storage lie in; of a dtype, if that is given."""
+        for first, last, name in memory.targets:
+            if first <= start and end <= last and (dtype is None or self._views[name].dtype == dtype):
+                return name
         return None
 
     def _in_target(self, copy: Copy, memory: _Memory) -> Copy:
@@ -289,6 +331,7 @@ class Recorder(TorchFunctionMode):
         """Makes all noted copies now."""
         with self._lock:
             copies = self.finish()
+            self.make_fills()
             if not copies:
                 return
             for copy in copies:
@@ -301,6 +344,16 @@ class Recorder(TorchFunctionMode):
                 self._count_early(read.file, read.end - read.start)
             self.surprises["values were read while loaders ran"] = None
             self._reader.execute(reads, self._views)
+
+    def make_fills(self) -> None:
+        """Makes all noted constants now; what is copied there comes later."""
+        with self._lock:
+            for memory in self._memories.values():
+                for fill in memory.fills:
+                    self.started = True
+                    view = self._views[fill.target]
+                    make_fill(fill._replace(dst_start=fill.dst_start - view.first), view)
+                memory.fills.clear()
 
     def finish(self) -> list[Copy]:
         """The copies that are still to be made; forgets them.
@@ -390,6 +443,9 @@ class Recorder(TorchFunctionMode):
             for dst, src in zip(args[0], args[1], strict=True):
                 self.__torch_function__(torch.Tensor.copy_, types, (dst, src))
             return None
+        filled = fill_of(func, name, args, kwargs)
+        if filled is not None and self.fill(*filled):
+            return None if name == "__setitem__" else filled[0]
         if lazy_copies(name, args, kwargs) is None:
             self._before(name, args, kwargs)
         return func(*args, **kwargs)
@@ -400,7 +456,7 @@ class Recorder(TorchFunctionMode):
             memory = self._memory_of(tensor)
             if memory is None:
                 continue
-            if memory.pending:
+            if memory.pending or memory.fills:
                 self.drain()
             if name in ALIASES:
                 memory.immediate = True
@@ -421,17 +477,27 @@ class Recorder(TorchFunctionMode):
                 self.written[name].otherwise = True
                 self.surprises[f"{name} was also written by {what}"] = None
                 # Who asks for an address hasn't written yet.
-                if tensor.numel() and what not in ALIASES and name not in self._overwritten:
-                    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-                    write = normalise(
-                        Copy("", "", name, 0, start - first, shape, strides, strides, dtype, dtype)
-                    )
-                    if any(may_overlap(write, copy) for copy in self._copies_of.get(name, ())):
-                        self._overwritten.add(name)
+                if tensor.numel() and what not in ALIASES:
+                    self._note_overwritten(name, self._place_of(tensor))
 
-    def close(self) -> None:
-        """Lets go of the mappings that no tensor uses any more."""
-        self._mappings.clear()
+    def _note_overwritten(self, name: str, place: Copy) -> None:
+        """Notes that a place in a target's storage was written to, if a copy was there before."""
+        write = place._replace(dst_start=place.dst_start - self._views[name].first)
+        if name not in self._overwritten and any(
+            may_overlap(write, copy) for copy in self._copies_of.get(name, ())
+        ):
+            self._overwritten.add(name)
+
+
+def _steps(parts: tuple[Dim, ...], dst_stride: int) -> Iterable[tuple[int, int, int]]:
+    """The parts of a dim: how many, apart how far in the file, and in the destination."""
+    if len(parts) == 1:
+        return ((*parts[0], dst_stride),)
+    rows, step = [], dst_stride
+    for size, stride in reversed(parts):
+        rows.append((size, stride, step))
+        step *= size
+    return reversed(rows)
 
 
 def _is_raw(func: Callable[..., Any]) -> bool:

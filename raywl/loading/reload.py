@@ -216,8 +216,14 @@ class _DryRecorder(Recorder):
         """Lets a meta tensor's storage stand for a live one, from its first byte on."""
         self._mirrored[stand_in.untyped_storage()._cdata] = memory
 
+    def make_fills(self) -> None:
+        """Nothing is made, and live memory stays as it is."""
+        for memory in self._memories.values():
+            memory.fills.clear()
+
     def drain(self) -> None:
         """Nothing is made; only noted as made."""
+        self.make_fills()
         for copy in self.finish():
             self._memory_by_name[copy.target].repeated = True
 

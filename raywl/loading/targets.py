@@ -243,13 +243,13 @@ def _was_made(target: Target, watch: _WriteWatch) -> bool:
 
 
 def adopt_registered(
-    targets: list[Target], is_mapped: Callable[[torch.Tensor], bool]
+    targets: list[Target], values_of: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Iterator[tuple[Target, bool]]:
     """Takes over what loaders registered in place of a target; lazy weights among it are read.
 
     Args:
         targets: All of the model's.
-        is_mapped: Whether a tensor's memory is a file's.
+        values_of: What a tensor holds that has no memory of its own, or `None`.
 
     Yields:
         Each target that holds another tensor now, and whether that was read here.
@@ -261,9 +261,9 @@ def adopt_registered(
             is_param = target.owners[0][1] in target.owners[0][0]._parameters
             target.put(nn.Parameter(values, current.requires_grad) if is_param else values)
             yield target, True
-        elif is_mapped(current):
+        elif (held := values_of(current)) is not None:
             # Set by a thread that isn't watched.
-            current.data = current.detach().clone()
+            current.data = held
             target.put(current)
             yield target, True
         elif current is not target.tensor:

@@ -45,6 +45,8 @@ class Copy(NamedTuple):
     """torch's name of the dtype that the bytes are read as."""
     dst_dtype: str
     """torch's name of the dtype they are written as; another one means conversion."""
+    via: str = ""
+    """A dtype that values are converted to in between, where that makes a difference."""
 
     @property
     def itemsize(self) -> int:
@@ -55,6 +57,11 @@ class Copy(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are kept, counted in the file's dtype."""
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def converts(self) -> bool:
+        """Whether values change, and not only their places."""
+        return self.src_dtype != self.dst_dtype or self.via != ""
 
     @property
     def src_end(self) -> int:
@@ -70,7 +77,7 @@ class Copy(NamedTuple):
     def is_direct(self) -> bool:
         """Whether the bytes lie in one run on both sides and need no conversion."""
         return (
-            self.src_dtype == self.dst_dtype
+            not self.converts
             and self.src_strides == self.dst_strides
             and (self.src_end - self.src_start == self.nbytes)
         )
@@ -160,20 +167,21 @@ def split(copy: Copy, limit_bytes: int, gap_bytes: int) -> Iterator[Copy]:
 def may_overlap(one: Copy, other: Copy) -> bool:
     """Whether two copies into the same parameter could write the same byte.
 
-    Exact for runs, and for rows of one common stride that hold disjoint columns; otherwise cautious.
+    Exact for runs, and for columns of rows of one common length; otherwise cautious.
     """
     if one.dst_end <= other.dst_start or other.dst_end <= one.dst_start:
         return False
-    stride = max(one.dst_strides, default=0)
-    if not stride or stride != max(other.dst_strides, default=0):
+    stride = max((*one.dst_strides, *other.dst_strides), default=0)
+    if not stride:
         return True
     # Columns inside a row of `stride` bytes, counted from the first row's start of `one`.
     columns = []
     for copy in (one, other):
-        outer = copy.dst_strides.index(stride)
-        inner_shape = copy.shape[:outer] + copy.shape[outer + 1 :]
-        inner_strides = copy.dst_strides[:outer] + copy.dst_strides[outer + 1 :]
-        width = span_of(inner_shape, inner_strides, itemsize_of(copy.dst_dtype))
+        shape, strides = copy.shape, copy.dst_strides
+        if stride in strides:
+            outer = strides.index(stride)
+            shape, strides = shape[:outer] + shape[outer + 1 :], strides[:outer] + strides[outer + 1 :]
+        width = span_of(shape, strides, itemsize_of(copy.dst_dtype))
         start = (copy.dst_start - one.dst_start) % stride
         if start + width > stride:
             return True

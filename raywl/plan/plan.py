@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 from raywl.errors import CheckpointError, NotFoundError
 from raywl.plan.copies import Copy
+from raywl.plan.fills import Fill, number_from, number_to
 from raywl.plan.reads import Read, schedule
 from raywl.types import ParallelContext
 
 __all__ = ["LoadPlan", "TargetInfo"]
 
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)
+"""Formats that this version reads; the first had neither constants nor conversions by way of a dtype."""
 
 
 class TargetInfo(NamedTuple):
@@ -43,6 +46,8 @@ class LoadPlan:
     """One for each tensor or part of a tensor that ends in a parameter."""
     targets: Mapping[str, TargetInfo]
     """The parameters that are written, by name."""
+    fills: tuple[Fill, ...] = ()
+    """Constants that loaders put into parameters, to be made before all copies."""
     unplanned: tuple[str, ...] = ()
     """Why the plan alone doesn't make the model: values that loaders computed while they ran."""
 
@@ -80,6 +85,7 @@ class LoadPlan:
             "num_reads": len(self.reads),
             "num_direct_reads": sum(read.direct for read in self.reads),
             "num_copies": len(self.copies),
+            "num_fills": len(self.fills),
             "num_targets": len(self.targets),
             "nbytes": self.nbytes,
             "nbytes_kept": self.nbytes_kept,
@@ -98,11 +104,13 @@ class LoadPlan:
         lines += [f"  {name}: {nbytes} bytes" for name, nbytes in self.nbytes_by_file.items()]
         for copy in self.copies:
             via = "direct" if copy.is_direct else "strided"
-            if copy.src_dtype != copy.dst_dtype:
-                via += f", {copy.src_dtype} to {copy.dst_dtype}"
+            if copy.converts:
+                dtypes = [copy.src_dtype, copy.via, copy.dst_dtype]
+                via += f", {' to '.join(dtype for dtype in dtypes if dtype)}"
             lines.append(
                 f"  {copy.target} <- {copy.tensor} {list(copy.shape)} at byte {copy.src_start} ({via})"
             )
+        lines += [f"  {fill.target} <- {fill.value} {list(fill.shape)} (constant)" for fill in self.fills]
         lines += [f"  not planned: {reason}" for reason in self.unplanned]
         return "\n".join(lines)
 
@@ -114,6 +122,7 @@ class LoadPlan:
             "context": self.context.to_dict(),
             "files": self.files,
             "copies": self.copies,
+            "fills": [(*fill[:-1], number_to(fill.value)) for fill in self.fills],
             "targets": self.targets,
             "unplanned": self.unplanned,
         }
@@ -142,7 +151,7 @@ class LoadPlan:
         except ValueError as error:
             raise CheckpointError(os.fspath(path), None, f"is not a saved plan: {error}") from error
         try:
-            if body["raywl_plan"] != _FORMAT:
+            if body["raywl_plan"] not in _READABLE:
                 raise CheckpointError(
                     os.fspath(path), None, f"plan of format {body['raywl_plan']}, expected {_FORMAT}"
                 )
@@ -151,6 +160,7 @@ class LoadPlan:
                 context=ParallelContext(**body["context"]),
                 files=tuple(body["files"]),
                 copies=tuple(map(_copy_from, body["copies"])),
+                fills=tuple(map(_fill_from, body.get("fills", ()))),
                 targets={k: TargetInfo(str(d), tuple(s)) for k, (d, s) in body["targets"].items()},
                 unplanned=tuple(body["unplanned"]),
             )
@@ -161,8 +171,21 @@ class LoadPlan:
 
 
 def _copy_from(row: Sequence[Any]) -> Copy:
-    tensor, file, target, src_start, dst_start, shape, src_strides, dst_strides, src_dtype, dst_dtype = row
+    tensor, file, target, src_start, dst_start, shape, src_strides, dst_strides, *dtypes = row
+    src_dtype, dst_dtype, via = (*map(str, dtypes), "")[:3]
     return Copy(
         tensor, file, target, int(src_start), int(dst_start), tuple(map(int, shape)),
-        tuple(map(int, src_strides)), tuple(map(int, dst_strides)), src_dtype, dst_dtype,
+        tuple(map(int, src_strides)), tuple(map(int, dst_strides)), src_dtype, dst_dtype, via,
     )  # fmt: skip
+
+
+def _fill_from(row: Sequence[Any]) -> Fill:
+    target, dst_start, shape, dst_strides, dst_dtype, value = row
+    return Fill(
+        str(target),
+        int(dst_start),
+        tuple(map(int, shape)),
+        tuple(map(int, dst_strides)),
+        str(dst_dtype),
+        number_from(value),
+    )

@@ -93,7 +93,7 @@ class ByteView:
 
     def view_for(self, copy: Copy) -> torch.Tensor:
         """The destination of a copy."""
-        dtype = self.dtype if copy.src_dtype != copy.dst_dtype else int_dtype(copy.itemsize)
+        dtype = self.dtype if copy.converts else int_dtype(copy.itemsize)
         size = dtype.itemsize
         if self.first % size:
             raise ValueError(f"{copy.target}: its storage starts at byte {self.first}, not on {size}")

@@ -33,12 +33,11 @@ def place(piece: Copy, raw: torch.Tensor, first: int, target: ByteView) -> None:
     Raises:
         CheckpointError: torch can't copy the one dtype into the other.
     """
-    if piece.src_dtype == piece.dst_dtype:
-        dtype = int_dtype(piece.itemsize)
-    else:
-        dtype = getattr(torch, piece.src_dtype)
+    dtype = getattr(torch, piece.src_dtype) if piece.converts else int_dtype(piece.itemsize)
     source = strided(raw, piece.src_start - first, dtype, piece.shape, piece.src_strides)
     try:
+        if piece.via:
+            source = source.to(getattr(torch, piece.via))
         target.view_for(piece).copy_(source)
     except RuntimeError as error:
         raise CheckpointError(

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from raywl.node import mounts
+
 
 class Model(nn.Module):
     """Parameters (or buffers) by name; `load` is its `load_weights`, when it is given."""
@@ -42,6 +44,20 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return to
+
+
+@pytest.fixture(params=["mapped", "unmapped"])
+def mapped_or_not(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test twice: as it is, and with all files on a file system that isn't this machine's."""
+    if request.param == "unmapped":
+        on_network(tmp_path, monkeypatch)
+
+
+def on_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the table of mounts say that all files are on NFS."""
+    table = folder.with_name(f"{folder.name}-mounts")
+    table.write_text("server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(mounts, "MOUNTS_PATH", str(table))
 
 
 _BEFORE: dict[str, set[object]] = {}

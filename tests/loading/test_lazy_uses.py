@@ -17,6 +17,8 @@ from raywl.loading.lazy import LazyWeight
 
 from .conftest import Model, filled, mappings
 
+pytestmark = pytest.mark.usefixtures("mapped_or_not")
+
 W = torch.arange(24, dtype=torch.float32).reshape(4, 6) + 1
 READS = {
     # name: use, bytes that it needs
@@ -33,7 +35,10 @@ READS = {
     "iterate": (lambda w: [row.sum().item() for row in w], 96),
     "contains": (lambda w: 5.0 in w, 96),
     "sum of a part": (lambda w: w.narrow(0, 1, 2).sum(), 48),
-    "other dtype": (lambda w: w[:1].to(torch.bfloat16), 24),
+    "other dtype": (lambda w: w[:1].to(torch.bfloat16) + 0, 24),
+    "part of another dtype": (lambda w: w.double()[:1].sum(), 24),
+    "item of another dtype": (lambda w: w.t().contiguous()[2, 3].item(), 4),
+    "irregular part of another layout": (lambda w: w.t().contiguous().view(-1)[1:9].sum(), 96),
     "clone": (lambda w: w[:1].clone(), 24),
     "added": (lambda w: 1 + w[0], 24),
     "matmul": (lambda w: w @ w.t(), 192),

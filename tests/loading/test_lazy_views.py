@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import raywl
 from raywl.loading.lazy import LazyWeight
 
-from .conftest import Model
+from .conftest import Model, on_network
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int16, torch.float8_e4m3fn,
           torch.bool, torch.complex64]  # fmt: skip
@@ -231,6 +231,8 @@ def test_chains_of_views_are_those_of_the_tensor(tmp_path, shape, dtype, before,
         put(expected.p, eager)
     model = Model({"p": start.clone()}, load)
     with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans()):
+            on_network(tmp_path, patch)
         if data.draw(st.booleans()):
             for limit in ("WINDOW_BYTES", "GAP_BYTES", "SHARED_BYTES"):
                 patch.setattr(f"raywl.plan.reads.{limit}", data.draw(st.integers(1, 64)))

@@ -14,6 +14,8 @@ from raywl.errors import ShapeMismatchError
 
 from .conftest import Model, filled
 
+pytestmark = pytest.mark.usefixtures("mapped_or_not")
+
 A = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 B = A + 100
 

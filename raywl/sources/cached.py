@@ -6,7 +6,7 @@ import os
 import posixpath
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,11 +173,11 @@ class CachedSource(ABC):
 
     # Fetching.
 
-    def companions(self) -> list[RemoteFile]:
+    def companions(self) -> Sequence[RemoteFile]:
         """Configs, tokenizers and other small files that come along; none with a single file."""
         return [] if self.only is not None else [self.files[name] for name in companions(self.files)]
 
-    def lacking(self, names: Iterable[str]) -> list[RemoteFile]:
+    def lacking(self, names: Iterable[str]) -> Sequence[RemoteFile]:
         """Those of the named files that aren't local, in order.
 
         Raises:
@@ -204,7 +204,7 @@ class CachedSource(ABC):
             self.fetched()
             return num_bytes
 
-    def bring(self, files: list[RemoteFile], report: Report | None = None) -> int:
+    def bring(self, files: Sequence[RemoteFile], report: Report | None = None) -> int:
         """Fetches files, whoever has the lock; returns the bytes that came."""
         if not files:
             return 0
@@ -263,7 +263,7 @@ class CachedSource(ABC):
         self.repository.link(os.path.join(self.inside, file.name), self.key(file))
         self.heads.drop(file.name)
 
-    def not_cached(self, names: list[str]) -> MissingFileError:
+    def not_cached(self, names: Sequence[str]) -> MissingFileError:
         """The error for files that would have to be fetched while working offline."""
         return MissingFileError(
             self.ref,

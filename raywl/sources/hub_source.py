@@ -142,7 +142,7 @@ class HubSource(CachedSource):
 
     def _answer(self, file: RemoteFile, start: int, end: int) -> AbstractContextManager[Any]:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session
+        from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
         url = self.locations.get(file.name)
         # Where the hub leads to, the URL itself is the permission.
@@ -188,6 +188,6 @@ class HubSource(CachedSource):
 
 
 def _raise_for(answer: Any) -> None:
-    from huggingface_hub.utils import hf_raise_for_status
+    from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 
     hf_raise_for_status(answer)

@@ -8,7 +8,7 @@ import os
 import posixpath
 import re
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,7 +89,7 @@ class ModelScopeSource(CachedSource):
     def fetched(self) -> None:
         note_files(self.pin)
 
-    def bring(self, files: list[RemoteFile], report: Report | None = None) -> int:
+    def bring(self, files: Sequence[RemoteFile], report: Report | None = None) -> int:
         self.repository.make()
         for file in files:
             self._adopt(file)

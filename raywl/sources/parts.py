@@ -376,8 +376,13 @@ def _take_over(target: str, part: str, size: int, now_s: float) -> tuple[int, Sp
     for nbytes, path, spans in sorted(left, key=lambda one: one[0], reverse=True):
         # Of several processes that find it, only one can move the journal, and has the bytes then.
         with contextlib.suppress(FileNotFoundError):
+            if not nbytes:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path + _JOURNAL)
+                os.unlink(path)
+                continue
             os.rename(path + _JOURNAL, part + _JOURNAL)
-            if nbytes and taken is None:
+            if taken is None:
                 os.rename(path, part)
                 taken = spans
             else:
@@ -409,24 +414,28 @@ def _is_left(part: str) -> bool:
 
 def _left_by_the_dead(path: str, size: int, now_s: float) -> Spans | None:
     """What can be trusted of a part file whose writer is gone; `None` while it may be alive."""
+    age_s = 0.0
     try:
+        age_s = now_s - os.stat(path).st_mtime
         age_s = now_s - os.stat(path + _JOURNAL).st_mtime
         with open(path + _JOURNAL, "rb") as file:
             lines = file.read().split(b"\n")[:-1]
         owner = json.loads(lines[0])
         dead = _is_dead(owner, path)
     except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return None
+        # Just being made, or what is left of one that was killed then.
+        return Spans() if age_s >= _ORPHAN_AGE_S else None
     if dead is False or (dead is None and age_s < _ORPHAN_AGE_S):
         return None
     if owner.get("size") != size:
         return Spans()
     same_memory = owner.get("boot") == _machine()["boot"] != ""
-    spans, unsure = Spans(), []
+    spans = Spans()
+    unsure: list[Span] = []
     for line in lines[1:]:
         if line == b"s":
-            for start, end in unsure:
-                spans.add(start, end)
+            for span in unsure:
+                spans.add(*span)
             unsure.clear()
             continue
         start, _, end = line.partition(b" ")
@@ -434,6 +443,6 @@ def _left_by_the_dead(path: str, size: int, now_s: float) -> Spans | None:
             break
         unsure.append((int(start), int(end)))
     # What this very kernel was given is there; what another machine was, only once it was synced.
-    for start, end in unsure if same_memory else ():
-        spans.add(start, end)
+    for span in unsure if same_memory else ():
+        spans.add(*span)
     return spans

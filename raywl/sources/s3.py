@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from raywl.errors import NotFoundError, SourceError
@@ -44,11 +44,12 @@ class S3Remote(FsspecRemote):
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
-    def _list(self, folder: str) -> list[RemoteFile]:
+    def _list(self, folder: str) -> Sequence[RemoteFile]:
         prefix = self._key(folder)
         prefix = f"{prefix}/" if prefix else ""
         found: list[RemoteFile] = []
-        num_keys, more = 0, {}
+        num_keys = 0
+        more: dict[str, str] = {}
         while True:
             with self._said("listing", transient=True):
                 page = self._calls.call(
@@ -160,8 +161,9 @@ class S3Remote(FsspecRemote):
         found = {}
         for key, name in _CHECKSUMS.items():
             # Of an object of several parts, it may be a hash of their hashes: those have a number behind.
-            if (told := about.get(key)) and about.get("ChecksumType") != "COMPOSITE" and "-" not in told:
-                found[name] = base64.b64decode(told).hex()
+            checksum = about.get(key)
+            if checksum and about.get("ChecksumType") != "COMPOSITE" and "-" not in checksum:
+                found[name] = base64.b64decode(checksum).hex()
         # The ETag of what came in one part is its MD5, unless a key of one's own encrypts it.
         plain = about.get("ServerSideEncryption") in (None, "AES256") and not about.get(
             "SSECustomerAlgorithm"

@@ -346,7 +346,7 @@ class _Look:
             sizes = {name: wanted.get(name, _PROBE_BYTES) for name in weights}
             files = self._probe([*weights, *companions(names)], may_lack=True, sizes=sizes)
         else:
-            files = listed + self._nested(weights)
+            files = [*listed, *self._nested(weights)]
         return tuple(files), _known_by(found, weights), self._seen
 
     def _nested(self, weights: Sequence[str]) -> list[RemoteFile]:
@@ -366,7 +366,7 @@ class _Look:
             return None
         return replace(self._pin, files=(file,)).open(self._seen).read(name, 0, file.size)
 
-    def _list_web(self) -> list[RemoteFile]:
+    def _list_web(self) -> Sequence[RemoteFile]:
         """A web server's listing, else what of the usual names it has."""
         try:
             return self._remote.list()

@@ -7,7 +7,7 @@ import contextlib
 import html
 import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
@@ -77,7 +77,7 @@ class WebRemote(FsspecRemote):
         with contextlib.suppress(RuntimeError):
             self._fs.loop.call_soon_threadsafe(answer.close)
 
-    def _list(self, folder: str) -> list[RemoteFile]:
+    def _list(self, folder: str) -> Sequence[RemoteFile]:
         url = self._url(f"{folder}/" if folder else "")
         answer = self._answer(url, {}, "listing", None)
         if answer.content_type != "text/html":
@@ -88,7 +88,7 @@ class WebRemote(FsspecRemote):
                 answer.content.read, answer.close, _MAX_LISTING_BYTES, self._limits.stall_s, threading.Event()
             )
             text = b"".join(blocks).decode("utf-8", "replace")
-        base = url.partition("?")[0]
+        base = urljoin(str(answer.url).partition("?")[0], ".")
         names = set()
         for groups in _LINK.findall(text):
             link = urljoin(str(answer.url), html.unescape(next(filter(None, groups), "")))

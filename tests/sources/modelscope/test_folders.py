@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from raywl.errors import (
     SourceError,
 )
 from raywl.locks import acquire_within, get_lock
+from raywl.quant import get_quant_config, get_sparse_attention_config
 from raywl.sources import modelscope
 from raywl.sources.modelscope import maybe_download_from_modelscope
 from tests.sources.conftest import sharded
@@ -115,6 +117,21 @@ def test_without_the_package(client, monkeypatch):
         ImportError, match=r"org/name: .* needs the modelscope package; .*raywl\[modelscope\]"
     ):
         maybe_download_from_modelscope("org/name")
+
+
+def test_quantisation_configs_come_from_there_too(client):
+    """Of a repository, only the files that may be wanted are fetched."""
+    gptq = b'{"bits": 4, "group_size": 128}'
+    client.add("org/name", {**sharded(), "quantize_config.json": gptq, "sparse_attention_config.json": b"{}"})
+    model = SimpleNamespace(model="org/name", revision=None, quantization="gptq", hf_config=None)
+    load = SimpleNamespace(download_dir=None)
+    assert get_quant_config(model, load).weight_bits == 4
+    assert dict(client.downloads()) == {"org/name/quantize_config.json": 1}
+    assert get_sparse_attention_config(model, load) == {}
+    client.add("org/name", {"config.json": b"{}"}, branch="v1")
+    model.revision = "v1"
+    with pytest.raises(ValueError, match="gptq has no config file"):
+        get_quant_config(model, load)
 
 
 class TestOffline:

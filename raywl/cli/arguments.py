@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any, NoReturn, Protocol
 
 from raywl.cli.outcome import UsageError
@@ -19,6 +20,7 @@ __all__ = [
     "positive",
     "sizes",
     "source_arguments",
+    "storage_option",
 ]
 
 Subparsers = Any
@@ -59,17 +61,42 @@ def positive(text: str) -> int:
     return value
 
 
+def storage_option(text: str) -> tuple[str, Any]:
+    """An argument that is `NAME=VALUE`."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        # What was given may be a secret.
+        raise argparse.ArgumentTypeError("not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """REF and how it is opened."""
     parser.add_argument(
         "ref",
         metavar="REF",
-        help="folder with weight files (safetensors, .bin, .pt), one such file, or org/name[@revision]",
+        help="folder with weight files (safetensors, .bin, .pt), one such file, org/name[@revision], or a "
+        "URL of fsspec's (s3://, https://, ...)",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
-    parser.add_argument("--cache-dir", metavar="FOLDER", help="the hub's cache; by default its own client's")
     parser.add_argument(
-        "--offline", action="store_true", default=None, help="use what the hub's cache holds, and ask nobody"
+        "--cache-dir",
+        metavar="FOLDER",
+        help="where fetched files are kept; by default the hub client's cache, and RAYWL_CACHE for stores",
+    )
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="use what the cache holds, and ask nobody"
+    )
+    parser.add_argument(
+        "--storage-option",
+        metavar="NAME=VALUE",
+        action="append",
+        type=storage_option,
+        dest="storage_options",
+        help="of fsspec's file system for a URL; VALUE as JSON or as it is; may be given again",
     )
     parser.add_argument("--subfolder", metavar="NAME", help="folder inside REF that holds the weights")
     parser.add_argument(
@@ -89,6 +116,7 @@ def source_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "cache_dir": args.cache_dir,
         "allow_patterns": args.allow_patterns,
         "offline": args.offline,
+        "storage_options": None if args.storage_options is None else dict(args.storage_options),
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -17,6 +17,7 @@ from raywl.cli.outcome import BUG, DONE, UsageError
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts
 from raywl.opening import open_checkpoint
+from raywl.sources import shown_url
 from raywl.sources.selection import SAFETENSORS
 from raywl.text import format_bytes
 from raywl.types import Shard
@@ -61,8 +62,8 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
     manifest.fetch(progress=out.progress())
     if manifest.format != SAFETENSORS.name:
         raise UsageError(
-            f"{args.ref} has {manifest.format} files; what is measured beside raywl reads safetensors files "
-            "alone (`raywl convert` makes them)"
+            f"{shown_url(args.ref)} has {manifest.format} files; what is measured beside raywl reads "
+            "safetensors files alone (`raywl convert` makes them)"
         )
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     benchmark = LoadBenchmark(

@@ -10,6 +10,7 @@ from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, s
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
 from raywl.opening import open_checkpoint
+from raywl.sources import shown_url
 from raywl.text import format_bytes
 from raywl.verifying import notes_on
 
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     found = describe(manifest)
     out.json(found)
     out.text(
-        f"{args.ref}: {found['format']}, {len(manifest.tensors)} tensors, {format_bytes(found['nbytes'])}"
+        f"{shown_url(args.ref)}: {found['format']}, {len(manifest.tensors)} tensors, "
+        f"{format_bytes(found['nbytes'])}"
     )
     out.text(f"identity {found['identity']}")
     out.table(

@@ -19,6 +19,7 @@ from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts, import_factory, read_tp_plan
 from raywl.errors import some_of
 from raywl.opening import Checkpoint, open_checkpoint
+from raywl.sources import shown_url
 from raywl.text import format_bytes
 from raywl.types import ParallelContext
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     nbytes, kept = sum(plan.nbytes for plan in plans), sum(plan.nbytes_kept for plan in plans)
     out.json(
         {
-            "ref": args.ref,
+            "ref": shown_url(args.ref),
             "identity": checkpoint.identity,
             "checkpoint_nbytes": checkpoint.nbytes,
             "nbytes": nbytes,
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         }
     )
     out.text(
-        f"{args.ref}: {format_bytes(checkpoint.nbytes)} of tensors; {num_ranks} ranks ask for "
+        f"{shown_url(args.ref)}: {format_bytes(checkpoint.nbytes)} of tensors; {num_ranks} ranks ask for "
         f"{format_bytes(nbytes)} and keep {format_bytes(kept)}"
     )
     _show(plans, out)

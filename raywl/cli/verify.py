@@ -8,7 +8,7 @@ from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, s
 from raywl.cli.outcome import CHECKPOINT, DONE
 from raywl.cli.output import Output
 from raywl.errors import CheckpointError
-from raywl.sources import resolve
+from raywl.sources import resolve, shown_url
 from raywl.text import format_bytes
 from raywl.verifying import VerifyReport, problems_of, verify_source
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     report = _check(args)
     out.json(report.to_dict())
     depth = f", {format_bytes(report.bytes_checked)} read" if report.deep else ""
-    out.text(f"{args.ref}: {report.files_checked} files checked{depth}")
+    out.text(f"{shown_url(args.ref)}: {report.files_checked} files checked{depth}")
     for problem in report.problems:
         out.text(f"problem: {problem}")
     for note in report.notes:

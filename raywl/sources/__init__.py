@@ -8,7 +8,7 @@ from raywl.sources.local import LocalSource
 from raywl.sources.modelscope_pin import ModelScopePin
 from raywl.sources.modelscope_source import ModelScopeSource
 from raywl.sources.resolve import Pin, local_path, pin, resolve
-from raywl.sources.store import StorePin, StoreSource
+from raywl.sources.store import StorePin, StoreSource, shown_url
 
 __all__ = [
     "CachedSource",
@@ -25,4 +25,5 @@ __all__ = [
     "local_path",
     "pin",
     "resolve",
+    "shown_url",
 ]

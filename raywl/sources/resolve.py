@@ -11,7 +11,7 @@ from raywl.sources.base import Source
 from raywl.sources.hub import HubPin
 from raywl.sources.local import LocalSource
 from raywl.sources.modelscope_pin import ModelScopePin
-from raywl.sources.store import StorePin
+from raywl.sources.store import StorePin, shown_url
 
 __all__ = ["Pin", "local_path", "pin", "resolve"]
 
@@ -181,7 +181,9 @@ def _kind_of(ref: str | os.PathLike[str]) -> str:
     if os.path.lexists(os.path.expanduser(name)):
         return "local"
     if "://" in name and "::" in name.partition("://")[0]:
-        raise ValueError(f"{name!r}: chained URLs can't be opened; give the one that holds the files")
+        raise ValueError(
+            f"{shown_url(name)!r}: chained URLs can't be opened; give the one that holds the files"
+        )
     scheme = _SCHEME.match(name)
     if scheme:
         kind = scheme[1].lower()
@@ -205,7 +207,7 @@ def _check_options(
     """Raises `ValueError` for options that mean nothing for such a ref."""
     if revision is not None and kind not in ("hub", "modelscope"):
         what = "a local path" if kind == "local" else "a store's URL"
-        raise ValueError(f"{name!r} is {what}, which has no revision {revision!r}")
+        raise ValueError(f"{shown_url(name)!r} is {what}, which has no revision {revision!r}")
     if storage_options and kind != "store":
         raise ValueError("storage_options mean nothing for a local path or a hub's repository")
     if token is not None and kind == "store":

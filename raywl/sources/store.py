@@ -37,7 +37,7 @@ from raywl.sources.transfer import Limits
 if TYPE_CHECKING:
     from raywl.sources.remote import Remote
 
-__all__ = ["StorePin", "StoreSource"]
+__all__ = ["StorePin", "StoreSource", "shown_url"]
 
 _WAIT_S = 3600.0
 _LATEST = "latest.json"
@@ -140,7 +140,7 @@ class StorePin:
         patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
         name = posixpath.basename(urlsplit(location).path if scheme in _WEB else location)
         empty = cls(
-            url=_shown(location),
+            url=shown_url(location),
             only=_name_in(location, name) if name.endswith(_ONE_FILE) and not ref.endswith("/") else None,
             files=(),
             weights=(),
@@ -482,17 +482,17 @@ def _folder_url(ref: str, subfolder: str | None) -> str:
     path, mark, query = rest.partition("?") if scheme.lower() in _WEB else (rest, "", "")
     path = path.rstrip("/")
     if scheme != "memory" and (not path or (path.startswith("/") and scheme.lower() in (*_S3, *_WEB, "gs"))):
-        raise ValueError(f"{_shown(ref)!r} names no bucket or host")
+        raise ValueError(f"{shown_url(ref)!r} names no bucket or host")
     if subfolder:
         normal = posixpath.normpath(subfolder)
         if posixpath.isabs(normal) or normal.split("/")[0] == "..":
-            raise ValueError(f"subfolder {subfolder!r} leads out of {_shown(ref)}")
+            raise ValueError(f"subfolder {subfolder!r} leads out of {shown_url(ref)}")
         path += "" if normal == "." else f"/{normal}"
     return f"{scheme.lower()}://{path}{mark}{query}"
 
 
-def _shown(url: str) -> str:
-    """A URL without what may be secret."""
+def shown_url(url: str) -> str:
+    """A ref as messages may have it: a URL without passwords, and without a query, which may sign it."""
     if url.partition("://")[0] not in _WEB:
         # A key may have a question mark in it.
         return _USERINFO.sub(r"\1", url)

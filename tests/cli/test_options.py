@@ -10,7 +10,7 @@ import pytest
 from raywl.cli.app import build_parser
 
 COMMON = {"--help", "--json", "--quiet", "--debug"}
-SOURCE = {"REF", "--revision", "--subfolder", "--cache-dir", "--offline", "--allow-pattern"}
+SOURCE = {"REF", "--revision", "--subfolder", "--cache-dir", "--offline", "--allow-pattern", "--storage-option"}
 GROUP = {"--tp", "--pp", "--dp", "--ep"}
 WEIGHTS = {"--model", "--tp-plan"}
 

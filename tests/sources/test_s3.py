@@ -631,7 +631,14 @@ def test_the_command_line(s3, bucket, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(out)["ok"]
-    process = start_plain(code, "inspect", f"{url}x", "--json", **environment(s3, tmp_path))
-    out, _ = process.communicate(timeout=60)
+    options = [f"--storage-option={name}={value}" for name, value in s3.options.items()]
+    process = start_plain(code, "inspect", f"{url}x", "--json", *options)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 4
     assert json.loads(out)["error"]["class"] == "NotFoundError"
+    assert SECRET not in out + err
+    process = start_plain(code, "inspect", url, "--storage-option", SECRET)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "NAME=VALUE" in err
+    assert SECRET not in err

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from raywl.checkpoint.header import MAX_HEADER_BYTES, Record
+from raywl.checkpoint.header import Record
 from raywl.errors import CorruptFileError
 
-__all__ = ["MAGIC", "Archive"]
+__all__ = ["MAGIC", "MAX_DIRECTORY_BYTES", "Archive"]
 
 MAGIC = b"PK\3\4"
 """How an archive starts: with the header of its first record."""
+
+MAX_DIRECTORY_BYTES = 32 << 20
+"""The largest directory that is read: of about 300,000 records, as many as a pickle may have tensors."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _WINDOW_BYTES = 4096
@@ -60,8 +63,9 @@ class _Ranges(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         end = self._size if size is None or size < 0 else min(self._at + size, self._size)
-        if end - self._at > MAX_HEADER_BYTES:
-            raise ValueError(f"a directory of {end - self._at} bytes is over the limit of {MAX_HEADER_BYTES}")
+        if end - self._at > MAX_DIRECTORY_BYTES:
+            wanted = end - self._at
+            raise ValueError(f"a directory of {wanted} bytes is over the limit of {MAX_DIRECTORY_BYTES}")
         try:
             data = self._read(self._at, end) if end > self._at else b""
         except OSError as error:

@@ -115,7 +115,7 @@ def test_opcodes_are_counted():
 
 def test_a_directory_over_the_limit_is_not_read(tmp_path, monkeypatch):
     """The end of a file may claim a directory as large as the file."""
-    monkeypatch.setattr("raywl.checkpoint.zips.MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr("raywl.checkpoint.zips.MAX_DIRECTORY_BYTES", 1000)
     raw = archive(state(a=tensor()), {"data/0": bytes(8), **{f"x/{i}": b"" for i in range(100)}})
     with pytest.raises(CorruptFileError, match="over the limit of 1000"):
         header(raw)

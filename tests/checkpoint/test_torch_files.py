@@ -33,7 +33,7 @@ def iterated(path, **how) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 @given(state=states(), kind=st.sampled_from(sorted(KINDS)), wrapped=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_state_is_read_as_it_was(tmp_path_factory, state, kind, wrapped):
     """Names, dtypes, shapes and bits of every view, whatever it shares its storage with."""
     path = tmp_path_factory.mktemp("state") / "model.pt"

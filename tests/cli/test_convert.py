@@ -29,6 +29,12 @@ def folder(tmp_path):
     return tmp_path / "in"
 
 
+def told(capsys, *words, code=0) -> dict:
+    """What a command prints as JSON, run in this process."""
+    assert main([*map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
 def test_as_text(raywl, folder, tmp_path):
     done = raywl("convert", folder, tmp_path / "out", "--max-shard-size", "100B")
     assert done.code == 0, done.stderr
@@ -45,15 +51,14 @@ def test_as_text(raywl, folder, tmp_path):
     assert torch.equal(found["proj"], torch.arange(24.0).view(4, 6).t())
 
 
-def test_as_json(raywl, folder, tmp_path):
-    done = raywl("convert", folder, tmp_path / "out", "--json", "--quiet")
-    report = done.json
+def test_as_json(folder, tmp_path, capsys):
+    report = told(capsys, "convert", folder, tmp_path / "out", "--quiet")
     assert report["path"] == str(tmp_path / "out")
     assert report["tied"] == {"lm_head": "embed"}
     assert list(report["files"]) == ["model.safetensors"]
     assert report["companions"] == ["config.json"]
     assert (report["num_tensors"], report["nbytes"]) == (2, 192)
-    assert report["identity"] == raywl("inspect", tmp_path / "out", "--json").json["identity"]
+    assert report["identity"] == told(capsys, "inspect", tmp_path / "out")["identity"]
 
 
 REFUSED = [
@@ -90,33 +95,30 @@ def test_nothing_to_measure_beside(folder, capsys):
     assert "raywl convert" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_inspect_and_verify(raywl, folder):
+def test_inspect_and_verify(folder, capsys):
     """Both take such a folder, say what they left out, and find damage by the archives' checksums."""
-    shown = raywl("inspect", folder, "--tensors")
-    assert shown.code == 0
+    assert main(["inspect", str(folder), "--tensors"]) == 0
+    shown = capsys.readouterr().out
     for words in (": torch, 3 tensors, 288 B", "pytorch_model-00001-of-00002.bin", "optimizer.pt", "6x4"):
-        assert words in shown.stdout
-    found = raywl("inspect", folder, "--json").json
+        assert words in shown
+    found = told(capsys, "inspect", folder)
     assert found["format"] == "torch"
     assert "strides" not in found["tensors"]["embed"]
     assert found["tensors"]["proj"]["strides"] == [4, 24]
     assert set(found["files"][0]) == {"name", "size", "num_tensors", "data_start", "header_sha256"}
-    assert raywl("verify", folder, "--deep").code == 0
+    assert told(capsys, "verify", folder, "--deep")["ok"]
     path = folder / "pytorch_model-00002-of-00002.bin"
     raw = bytearray(path.read_bytes())
     raw[found["tensors"]["proj"]["start"]] ^= 1
     path.write_bytes(raw)
-    report = raywl("verify", folder, "--deep", "--json")
-    assert report.code == 3
-    assert "records are damaged" in report.json["problems"][0]
-    assert raywl("verify", folder).code == 0
+    report = told(capsys, "verify", folder, "--deep", code=3)
+    assert "records are damaged" in report["problems"][0]
+    assert told(capsys, "verify", folder)["ok"]
 
 
-def test_plan(raywl, folder, tmp_path):
+def test_plan(folder, tmp_path, capsys):
     """Cuts of what is stored turned cost what lies between the rows, and no more."""
     (tmp_path / "plan.json").write_text('{"embed": "colwise", "proj": "rowwise"}')
-    done = raywl("plan", folder, "--tp", "2", "--tp-plan", tmp_path / "plan.json", "--json")
-    assert done.code == 0, done.stderr
-    ranks = done.json["ranks"]
+    ranks = told(capsys, "plan", folder, "--tp", "2", "--tp-plan", tmp_path / "plan.json")["ranks"]
     assert [rank["nbytes_kept"] for rank in ranks] == [48 + 96 + 48] * 2
     assert all(rank["nbytes"] == rank["nbytes_kept"] for rank in ranks)

@@ -15,8 +15,10 @@ from typing import Any
 
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError
 from tests.hostile.files import build, entry
+from tests.hostile.pickles import GOOD as SAVED
 
 INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -200,6 +202,41 @@ FOLDERS: tuple[HostileFolder, ...] = (
         "only-what-a-trainer-left",
         {"optimizer.pt": b"x", "training_args.bin": b"x", "rng_state.pth": b"x"},
         ("no weights here", "a trainer's state", "optimizer.pt", "rng_state.pth"),
+    ),
+    HostileFolder(
+        "torch-index-climbs",
+        {TORCH_INDEX: index({"a": "../outside.bin"}), "pytorch_model.bin": SAVED},
+        (TORCH_INDEX, "'../outside.bin'", "leads outside"),
+    ),
+    HostileFolder(
+        "torch-index-damaged",
+        {TORCH_INDEX: b"{", "pytorch_model.bin": SAVED},
+        (TORCH_INDEX, "not JSON"),
+        error=CorruptFileError,
+    ),
+    HostileFolder(
+        "torch-file-absent",
+        {TORCH_INDEX: index({"a": "one.bin", "b": "two.bin"}), "one.bin": SAVED},
+        ("two.bin", "incomplete download"),
+        error=MissingFileError,
+    ),
+    HostileFolder(
+        "torch-set-incomplete",
+        {"pytorch_model-00001-of-00002.bin": SAVED},
+        ("pytorch_model-00002-of-00002.bin", "incomplete download"),
+        error=MissingFileError,
+    ),
+    HostileFolder(
+        "torch-tensor-in-no-file",
+        {TORCH_INDEX: index({"a": "one.bin", "z": "one.bin"}), "one.bin": SAVED},
+        ("one.bin", "but it isn't"),
+        "z",
+    ),
+    HostileFolder(
+        "torch-tensor-in-two-files",
+        {"one.bin": SAVED, "two.bin": SAVED},
+        ("one.bin and two.bin", "no index says"),
+        "a",
     ),
     HostileFolder(
         "no-pickle", {"pytorch_model.bin": b"x"}, ("pytorch_model.bin", "torch.save"), error=CorruptFileError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +15,7 @@ from raywl.text import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from raywl.report import GroupReport, LoadReport
+    from raywl.timeline import Span
 
 __all__ = [
     "bars",
@@ -52,6 +53,8 @@ details ul { max-height: 24rem; overflow-y: auto; background: var(--tint); paddi
   border-radius: 2px; margin: 0 .3rem 0 .9rem; vertical-align: -1px; }
 """
 _NUM_COLOURS = 6
+_MAX_BARS = 12_000
+"""Bars in all timelines of a page: what is too short to be seen is drawn as one."""
 
 
 def page(title: str, sections: Sequence[str]) -> str:
@@ -149,6 +152,7 @@ def report_sections(report: LoadReport | GroupReport) -> list[str]:
     sections.append(section("Sources", table(["source", "bytes"], sources)))
     rows = [[file, format_bytes(num_bytes)] for file, num_bytes in by_file.items()]
     sections.append(section("Files", table(["file", "read by all ranks"], rows)))
+    sections += _timelines(ranks)
     sections.append(section("Names", _name_lists(report, ranks)))
     notes = list(dict.fromkeys([*report.notes, *(note for rank in ranks for note in rank.notes)]))
     if notes:
@@ -216,7 +220,7 @@ def _summary(report: LoadReport | GroupReport) -> str:
 
 
 def _rank_table(ranks: Sequence[LoadReport]) -> str:
-    headers = ["rank", "node", "read", "kept", "tensors", "seconds", "rate"]
+    headers = ["rank", "node", "read", "kept", "tensors", "seconds", "rate", "while reading", "of the limit"]
     rows = [
         [
             str(rank.context.rank),
@@ -226,10 +230,101 @@ def _rank_table(ranks: Sequence[LoadReport]) -> str:
             str(len(rank.loaded)),
             f"{rank.seconds:.3f}",
             format_rate(rank.bytes_read, rank.seconds),
+            "-" if rank.read_bytes_per_s is None else format_rate(rank.read_bytes_per_s, 1),
+            "-" if rank.limit_ratio is None else f"{rank.limit_ratio:.2f} x",
         ]
         for rank in ranks
     ]
     return table(headers, rows, numbers_from=2)
+
+
+def _timelines(ranks: Sequence[LoadReport]) -> list[str]:
+    """The sections of what was slow and of what happened when; none where nothing was read."""
+    ranks = [rank for rank in ranks if rank.timeline.spans]
+    if not ranks:
+        return []
+    slow = [
+        [
+            file,
+            rank_title(rank),
+            format_bytes(times.nbytes),
+            format_seconds(times.seconds),
+            format_rate(times.nbytes, times.seconds),
+        ]
+        for rank in ranks
+        for file, times in rank.timeline.slowest_files(3)
+    ]
+    headers = ["file", "rank", "bytes", "thread time", "rate of a thread"]
+    first = min(rank.timeline.started_at for rank in ranks)
+    end_s = max(rank.timeline.started_at - first + rank.seconds for rank in ranks)
+    parts = ("read", "copy", "wait")
+    key = "".join(f'<i style="background:var(--c{i})"></i>{part}' for i, part in enumerate(parts))
+    key += '<i style="background:var(--line)"></i>phases of the load'
+    charts = [
+        _chart(rank, rank.timeline.started_at - first, end_s, _MAX_BARS // len(ranks)) for rank in ranks
+    ]
+    body = f'<p class="key dim">{key}; a row for each thread, {format_seconds(end_s)} in all</p>'
+    return [
+        section("Slowest files", table(headers, slow, numbers_from=2)),
+        section("Timeline", body + "".join(charts)),
+    ]
+
+
+def _chart(rank: LoadReport, late_s: float, end_s: float, max_bars: int) -> str:
+    """One rank's timeline as a drawing.
+
+    Args:
+        rank: Its load.
+        late_s: How much later than the first rank it began.
+        end_s: The end of the time axis.
+        max_bars: Most bars to draw, about.
+    """
+    timeline = rank.timeline
+    threads = sorted({span.thread for span in timeline.spans})
+    scale = 1000 / max(end_s, 1e-9)
+    bars = [
+        _bar(
+            0, (phase.at_s + late_s) * scale, phase.seconds * scale, "var(--line)", phase.name, phase.seconds
+        )
+        for phase in timeline.phases
+    ]
+    # Three parts of a span, and spans nearer than this are one.
+    nearest_s = 3 * len(threads) * end_s / max(max_bars, 1)
+    for row, thread in enumerate(threads, 1):
+        spans = sorted((span for span in timeline.spans if span.thread == thread), key=lambda span: span.at_s)
+        for at_s, parts, title in _merged(spans, nearest_s):
+            x = (at_s + late_s) * scale
+            for colour, seconds in enumerate(parts):
+                if seconds:
+                    bars.append(_bar(row, x, seconds * scale, f"var(--c{colour})", title, sum(parts)))
+                    x += seconds * scale
+    height = 14 * (len(threads) + 1)
+    title = escape(rank_title(rank))
+    return (
+        f'<p>{title}</p><svg viewBox="0 0 1000 {height}" width="100%" height="{height}" '
+        f'preserveAspectRatio="none" role="img" aria-label="timeline of {title}">{"".join(bars)}</svg>'
+    )
+
+
+def _merged(spans: Sequence[Span], nearest_s: float) -> Iterator[tuple[float, list[float], str]]:
+    """Reads of one thread, those that follow each other closely as one: begin, parts, title."""
+    at = 0
+    while at < len(spans):
+        first, last = spans[at], at + 1
+        while last < len(spans) and spans[last].at_s - first.at_s < nearest_s:
+            last += 1
+        group = spans[at:last]
+        parts = [sum(times) for times in zip(*((s.read_s, s.copy_s, s.wait_s) for s in group), strict=True)]
+        title = first.file if len(group) == 1 else f"{len(group)} reads from {first.file} on"
+        yield first.at_s, parts, f"{title}, {format_bytes(sum(span.nbytes for span in group))}"
+        at = last
+
+
+def _bar(row: int, x: float, width: float, colour: str, title: str, seconds: float) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{14 * row + 1}" width="{max(width, 0.2):.2f}" height="12" fill="{colour}">'
+        f"<title>{escape(title)}: {format_seconds(seconds)}</title></rect>"
+    )
 
 
 def _name_lists(report: LoadReport | GroupReport, ranks: Sequence[LoadReport]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from raywl import html
-from raywl.timeline import Timeline, write_trace
+from raywl.timeline import Timeline, trace
 
 if TYPE_CHECKING:
     from raywl.plan import LoadPlan
@@ -101,7 +101,7 @@ class LoadReport:
         Raises:
             OSError: The folder doesn't exist or can't be written to.
         """
-        write_trace(path, {html.rank_title(self): (self.context.rank, self.timeline)})
+        html.write_page(path, trace({html.rank_title(self): (self.context.rank, self.timeline)}))
 
     def _repr_html_(self) -> str:
         return html.fragment(self)
@@ -191,7 +191,7 @@ class GroupReport:
             f"{number}: {html.rank_title(rank)}": (number, rank.timeline)
             for number, rank in enumerate(self.ranks)
         }
-        write_trace(path, timelines)
+        html.write_page(path, trace(timelines))
 
     def _repr_html_(self) -> str:
         return html.fragment(self)

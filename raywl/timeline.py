@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_SPANS", "FileTimes", "Phase", "Span", "Timeline", "write_trace"]
+__all__ = ["MAX_SPANS", "FileTimes", "Phase", "Span", "Timeline", "trace"]
 
 MAX_SPANS = 20_000
 """Reads that are kept one by one, which take a few MiB; later ones only count in the sums."""
@@ -135,16 +133,12 @@ class Timeline:
         return sorted(rows, key=lambda row: row[1].nbytes / max(row[1].seconds, 1e-9))[:count]
 
 
-def write_trace(path: str | os.PathLike[str], timelines: Mapping[str, tuple[int, Timeline]]) -> None:
-    """Writes timelines in the Chrome trace format, which `chrome://tracing` and Perfetto show.
+def trace(timelines: Mapping[str, tuple[int, Timeline]]) -> str:
+    """Timelines in the Chrome trace format, which `chrome://tracing` and Perfetto show.
 
     Args:
-        path: Replaced whole.
         timelines: Title of each process to its number and what it did. Clocks of several nodes are taken
             to agree.
-
-    Raises:
-        OSError: The folder doesn't exist or can't be written to.
     """
     first = min((timeline.started_at for _, timeline in timelines.values()), default=0.0)
     events = [
@@ -152,15 +146,7 @@ def write_trace(path: str | os.PathLike[str], timelines: Mapping[str, tuple[int,
         for title, (number, timeline) in timelines.items()
         for event in _events(title, number, timeline, timeline.started_at - first)
     ]
-    temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _events(title: str, number: int, timeline: Timeline, late_s: float) -> Iterator[dict[str, Any]]:

@@ -46,6 +46,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="the Ray cluster, HOST:PORT or auto; default: RAY_ADDRESS, else one that is started for this",
     )
     add_report_argument(parser)
+    parser.add_argument(
+        "--trace", metavar="PATH", help="write what each thread did when, in the Chrome trace format"
+    )
 
 
 def add_report_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -56,8 +59,12 @@ def add_report_argument(parser: argparse.ArgumentParser, default: str | None = N
     )
 
 
-def check_report_path(path: str | None) -> None:
+def check_report_path(path: str | None, option: str = "--report") -> None:
     """Finds out before the work, rather than after it, that its report can't be written.
+
+    Args:
+        path: Where to; `None` for nowhere.
+        option: What it was given by.
 
     Raises:
         UsageError: There is no such folder, or it can't be written to.
@@ -66,13 +73,14 @@ def check_report_path(path: str | None) -> None:
         return
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise UsageError(f"--report {path}: there is no folder {folder}")
+        raise UsageError(f"{option} {path}: there is no folder {folder}")
     if os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise UsageError(f"--report {path}: can't be written")
+        raise UsageError(f"{option} {path}: can't be written")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     check_report_path(args.report)
+    check_report_path(args.trace, "--trace")
     # Here and below, what takes a second or more to import, after what needs no import.
     from raywl.strategies import check_strategy
 
@@ -91,10 +99,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
     report.notes[:0] = notes
     if args.report:
         report.to_html(args.report)
-    out.json({**report.to_dict(), "report_path": args.report})
+    if args.trace:
+        report.to_trace(args.trace)
+    out.json({**report.to_dict(), "report_path": args.report, "trace_path": args.trace})
     show_group(report, out)
     if args.report:
         out.text(f"report: {os.path.abspath(args.report)}")
+    if args.trace:
+        out.text(f"trace: {os.path.abspath(args.trace)}")
     return DONE
 
 

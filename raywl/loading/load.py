@@ -186,7 +186,7 @@ def _load(
             before = timeline.parts
             reader.execute(reads, recorder.views, count)
             wall_s = timeline.note_phase("read")
-            report.phases |= timeline.parts_of(wall_s, reader.num_threads, before)
+            report.phases |= timeline.parts_of(wall_s, min(reader.num_threads, len(reads)), before)
         reader.files.check_unchanged()
     except Exception as error:
         started = recorder is not None and recorder.started

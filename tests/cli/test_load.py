@@ -15,8 +15,9 @@ import psutil
 def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
     """Two ranks without a model, cut by a plan; the report page; one JSON object and lines of progress."""
     plan, page = tmp_path / "plan.json", tmp_path / "report.html"
+    trace = ("--trace", tmp_path / "trace.json")
     plan.write_text(json.dumps({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}))
-    done = raywl("load", checkpoint, "--tp", "2", "--tp-plan", plan, "--report", page, "--json")
+    done = raywl("load", checkpoint, "--tp", "2", "--tp-plan", plan, "--report", page, *trace, "--json")
     assert done.code == 0, done.stderr
     found = done.json
     assert [rank["bytes_loaded"] for rank in found["ranks"]] == [172, 172]
@@ -25,6 +26,8 @@ def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
     assert found["report_path"] == str(page)
     assert str(plan) in found["notes"][0]
     assert "100 %" in done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
     text = page.read_text()
     assert "&lt;script&gt;[red]" in text
     assert "<script>" not in text

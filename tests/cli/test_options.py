@@ -19,7 +19,7 @@ OPTIONS = {
     "inspect": COMMON | SOURCE | {"--tensors"},
     "verify": COMMON | SOURCE | {"--deep"},
     "plan": COMMON | SOURCE | GROUP | WEIGHTS,
-    "load": COMMON | SOURCE | GROUP | WEIGHTS | {"--strategy", "--address", "--report"},
+    "load": COMMON | SOURCE | GROUP | WEIGHTS | {"--strategy", "--address", "--report", "--trace"},
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
     "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan"},
 }

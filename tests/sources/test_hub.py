@@ -51,6 +51,61 @@ def test_a_repository_opens(client, tmp_path):
     assert open_checkpoint(checkpoint.source.ref).identity == checkpoint.identity
 
 
+def test_a_repository_is_opened_by_its_headers(client, tmp_path):
+    """One look-up, the index, and of each file a range that the hub leads to; nothing is written."""
+    client.add("org/name", sharded(rows=20_000))
+    checkpoint = open_checkpoint("org/name")
+    assert set(checkpoint.tensors) == {"a", "b", "c"}
+    assert client.count("/api/*") == 1
+    for name in (name for name in FETCHED if name.startswith("model-")):
+        assert client.count(f"/org/name/resolve/*/{name}") == client.count(f"/cdn/org/name/{name}") == 1
+        assert client.num_bytes(f"/cdn/org/name/{name}") < 40_000
+    assert client.count() == 1 + 1 + 2 * 2
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_long_header_takes_one_more_range(client):
+    """From where the hub had led to."""
+    names = [f"layer.{i}.{'x' * 200}" for i in range(3000)]
+    client.add("org/name", {"model.safetensors": shard(names, rows=0)})
+    assert len(open_checkpoint("org/name").tensors) == 3000
+    assert client.count("/org/name/resolve/*") == 1
+    assert client.count("/cdn/*") == 2
+
+
+def test_it_is_fetched_when_it_is_used(client, tmp_path):
+    """Only the files that are needed, with the small ones."""
+    commit = client.add("org/name", sharded(rows=20_000))
+    ((name, tensor),) = open_checkpoint("org/name").iter_weights(["a"])
+    assert (name, tensor.shape) == ("a", (20_000, 8))
+    there = {path.name for path in snapshot(tmp_path, commit).iterdir()}
+    assert there == FETCHED - {"model-00002-of-00002.safetensors"}
+
+
+def test_a_mirror_that_lists_names_alone(client, monkeypatch):
+    """Sizes and hashes are asked of it file by file."""
+    from huggingface_hub import HfApi
+
+    asked = HfApi.model_info
+    monkeypatch.setattr(
+        HfApi, "model_info", lambda self, *args, files_metadata, **options: asked(self, *args, **options)
+    )
+    commit = client.add("org/name", sharded())
+    assert load().identity == f"hf:org/name@{commit}"
+    assert fetched(client) == FETCHED
+
+
+def test_a_file_of_another_size_is_fetched_again(client, tmp_path):
+    """One that was cut in the cache, by whatever."""
+    client.add("org/name", sharded())
+    path = Path(os.path.realpath(load().path("model-00001-of-00002.safetensors")))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    checkpoint = load()
+    assert path.read_bytes() == data
+    assert checkpoint.verify(deep=True).ok
+
+
 def test_only_the_checkpoint_is_fetched_and_each_file_once(client, tmp_path):
     """C05, C07: not `original/`, `consolidated`, other formats, code or documentation."""
     commit = client.add("org/name", sharded())

@@ -22,6 +22,7 @@ from raywl.loading.load import check_report, fill_report, load_into
 from raywl.loading.record import Recorder
 from raywl.loading.targets import Target, collect_targets, is_dtensor
 from raywl.opening import Checkpoint, open_checkpoint
+from raywl.parameters.modes import trial
 from raywl.plan import Copy
 from raywl.progress import Progress
 from raywl.readers import OpenFiles, Reader
@@ -164,7 +165,7 @@ def check_reload(
         binding.prepare(reader, None)
         checkpoint.fetch(binding.files_of_loaders(None))
         recorder = _DryRecorder(checkpoint, reader, {target.name: target.local for target in binding.targets})
-        with _stand_ins(binding.targets, recorder):
+        with trial(), _attributes_kept(model), _stand_ins(binding.targets, recorder):
             binding.record(recorder, None)
         fill_report(report, binding, recorder, [])
         with warnings.catch_warnings():
@@ -250,6 +251,9 @@ class _DryRecorder(Recorder):
         if name == "__set__" and isinstance(args[-1], torch.Tensor) and args[0].device.type == "meta":
             # `param.data = value` on a stand-in takes only what is on meta as well.
             args = (*args[:-1], torch.empty_like(args[-1], device="meta"))
+        elif name == "copy_" and len(args) > 1 and _is_meta(args[1]):
+            # Out of a stand-in into what is no parameter's memory.
+            args = (self._on_meta(args[0]), *args[1:])
         elif (
             name not in _TAKES_ALL
             and lazy_copies(name, args, kwargs) is None
@@ -278,6 +282,25 @@ class _DryRecorder(Recorder):
         if value.device.type == "meta" or self._memory_of(value) is None:
             return value
         return self.mirror(value)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back whatever loaders set on modules: what they make out of stand-ins has no values."""
+    registries = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+    before = [
+        (module, dict(vars(module)), [getattr(module, name).copy() for name in registries])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, registered in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, entries in zip(registries, registered, strict=True):
+                getattr(module, name).clear()
+                getattr(module, name).update(entries)
 
 
 @contextmanager

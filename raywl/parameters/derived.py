@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from raywl.parameters.modes import is_trial
 from raywl.parameters.replace import write_values
 from raywl.parameters.storage import overlaps_itself
 
@@ -14,6 +15,8 @@ __all__ = ["refill_derived"]
 
 def refill_derived(obj: Any, name: str, new: torch.Tensor | None) -> torch.Tensor | None:
     """Sets an attribute that is made out of weights, keeping its address where that can be done.
+
+    While a reload is only tried, what is held stays as it is.
 
     Args:
         obj: What has the attribute, or gets it.
@@ -25,6 +28,8 @@ def refill_derived(obj: Any, name: str, new: torch.Tensor | None) -> torch.Tenso
         The tensor that is held now.
     """
     held = getattr(obj, name, None)
+    if isinstance(held, torch.Tensor) and is_trial():
+        return held
     if (
         isinstance(held, torch.Tensor)
         and isinstance(new, torch.Tensor)

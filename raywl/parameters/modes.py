@@ -10,11 +10,14 @@ __all__ = [
     "are_weights_already_processed",
     "direct_reload",
     "is_direct_reload",
+    "is_trial",
+    "trial",
     "weights_already_processed",
 ]
 
 _PROCESSED: ContextVar[int] = ContextVar("raywl_weights_already_processed", default=0)
 _DIRECT: ContextVar[int] = ContextVar("raywl_direct_reload", default=0)
+_TRIAL: ContextVar[int] = ContextVar("raywl_trial", default=0)
 
 
 @contextmanager
@@ -57,3 +60,15 @@ def direct_reload() -> Iterator[None]:
 def is_direct_reload() -> bool:
     """Whether `direct_reload()` is active here."""
     return _DIRECT.get() > 0
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Says that loaders run on stand-ins for the parameters: what they compute has no values."""
+    with _within(_TRIAL):
+        yield
+
+
+def is_trial() -> bool:
+    """Whether `trial()` is active here."""
+    return _TRIAL.get() > 0

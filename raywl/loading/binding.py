@@ -149,7 +149,7 @@ class Binding:
         other, its_param = taken[key]
         if its_param == route.param:
             raise CheckpointError(
-                self.checkpoint.path(self.checkpoint.tensors[name].file),
+                self.checkpoint.source.label(self.checkpoint.tensors[name].file),
                 name,
                 f"goes to {route.param}, and so does {other}: which one counts isn't known",
             )
@@ -521,5 +521,5 @@ def _check_dtype(
         return
     if not torch.can_cast(has, wanted) or not can_convert(has, wanted):
         raise CheckpointError(
-            checkpoint.path(entry.file), name, f"is {has}, which {param} ({wanted}) can't hold"
+            checkpoint.source.label(entry.file), name, f"is {has}, which {param} ({wanted}) can't hold"
         )

@@ -86,7 +86,7 @@ def check_same_architecture(model: nn.Module, manifest: Manifest, report: LoadRe
         before = last.tensors[name].dtype if name in last.tensors else unknown
         if now != before and (now in _CODES or before in _CODES):
             raise CheckpointError(
-                manifest.path(manifest.tensors[name].file),
+                manifest.source.label(manifest.tensors[name].file),
                 name,
                 f"is {now}, but the live model was loaded from {before}: such values mean something else",
             )

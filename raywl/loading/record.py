@@ -168,7 +168,7 @@ class Recorder(TorchFunctionMode):
         if not src.numel() or (dst.device.type == "meta" and self._memory_of(dst) is None):
             return
         if dst.dtype != src.dtype and not can_convert(src.dtype, dst.dtype):
-            path = self._manifest.path(src.source.entry.file)
+            path = self._manifest.source.label(src.source.entry.file)
             raise CheckpointError(path, src.source.name, f"{src.dtype} can't be copied into {dst.dtype}")
         with self._lock:
             if self._thread is not None and threading.get_ident() != self._thread:

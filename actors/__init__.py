@@ -2,6 +2,7 @@
 
 from raywl.actors.group import RankGroup
 from raywl.actors.launching import launch
+from raywl.actors.staging import stage
 from raywl.actors.tables import SharedTable, share_table
 
-__all__ = ["RankGroup", "SharedTable", "launch", "share_table"]
+__all__ = ["RankGroup", "SharedTable", "launch", "share_table", "stage"]

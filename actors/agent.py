@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raywl.actors.chunks import ChunkMover, MoverLink, StageFiles, StageRequest, list_files
 from raywl.actors.failures import Place, as_raywl_error
 from raywl.actors.names import Hello, mine
 from raywl.actors.requests import SourceRequest
@@ -30,7 +31,7 @@ _ALONE_S = 60.0
 _FIRST_PAUSE_S = 1.0
 
 
-class AgentLink(ShelfLink, Protocol):
+class AgentLink(ShelfLink, MoverLink, Protocol):
     """What an agent asks of the cluster."""
 
     def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
@@ -41,9 +42,6 @@ class AgentLink(ShelfLink, Protocol):
 
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
-
-    def count_fetched(self, source: str, nbytes: int) -> None:
-        """Counts bytes that came from a kind of source, for the cluster's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,10 @@ class NodeAgent:
     4. Each rank of the node asks for the same checkpoint by `checkpoint`.
     5. `close` forgets it. All of these may be repeated.
        Tables that all processes of the node share are made, found and dropped by the methods of their name.
+       `stage` brings a checkpoint here together with other nodes; `chunk` and `thanks` are theirs to call.
     6. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
        nothing has needed it for the idle time, or when there has been no coordinator for a minute; never
-       while it has a table.
+       while it has a table, or takes part in a staging.
     7. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
     """
 
@@ -94,6 +93,7 @@ class NodeAgent:
         self._warmers: dict[str, PageWarmer] = {}
         self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
+        self._mover = ChunkMover(node_id, label, link, self._tell_held)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
     def hello(self) -> Hello:
@@ -148,6 +148,36 @@ class NodeAgent:
         if warmer is not None:
             warmer.stop()
 
+    def list_files(self, request: SourceRequest) -> StageFiles:
+        """What belongs to a remote checkpoint, and whether this node has it.
+
+        Raises:
+            RaywlError: As `open_checkpoint`, with this node's name.
+        """
+        assert not isinstance(request.ref, str)
+        with self._as_raywl("looking at the checkpoint"):
+            return list_files(request.ref)
+
+    def stage(self, request: StageRequest) -> str:
+        """Takes part in a staging until it is over: see `ChunkMover.stage`."""
+        return self._mover.stage(request)
+
+    def chunk(self, run: str, chunk: int, asker: str, wait_s: float) -> tuple[str, list[Any]]:
+        """A chunk for another node's agent: see `ChunkMover.chunk`."""
+        return self._mover.chunk(run, chunk, asker, wait_s)
+
+    def thanks(self, run: str, chunk: int, asker: str) -> None:
+        """Another node's agent has a chunk that it asked for."""
+        self._mover.thanks(run, chunk, asker)
+
+    def stop_stage(self, run: str) -> None:
+        """Ends a staging on this node, whatever the coordinator says."""
+        self._mover.stop(run)
+
+    def staging(self) -> dict[str, Any]:
+        """What is being staged here, as JSON values."""
+        return self._mover.status()
+
     def warm(self, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
         """Fills the page cache with what a rank of this node is about to read; returns at once."""
         with self._lock:
@@ -197,10 +227,13 @@ class NodeAgent:
         """Takes back a `share_table` that failed: see `TableShelf.undo`."""
         self._shelf.undo(request)
 
+    def _held(self) -> tuple[str, ...]:
+        return (*self._shelf.names(), *self._mover.names())
+
     def _tell_held(self) -> None:
         # At once, since a driver may end idle helpers before the next heartbeat.
         with contextlib.suppress(Exception):
-            self._link.beat(self._node_id, self._shelf.names())
+            self._link.beat(self._node_id, self._held())
         self._hurry.set()
 
     @contextlib.contextmanager
@@ -256,13 +289,13 @@ class NodeAgent:
         pause_s, last_answer_s = _FIRST_PAUSE_S, time.monotonic()
         while True:
             try:
-                answer = self._link.beat(self._node_id, self._shelf.names())
+                answer = self._link.beat(self._node_id, self._held())
             except Exception:
                 # No coordinator: it may be starting again. Without one, nobody can need this agent.
-                if time.monotonic() - last_answer_s > _ALONE_S and not self._shelf.names():
+                if time.monotonic() - last_answer_s > _ALONE_S and not self._held():
                     break
             else:
-                if answer.retire and not self._shelf.names():
+                if answer.retire and not self._held():
                     break
                 pause_s, last_answer_s = answer.next_beat_s, time.monotonic()
                 self._forget_all_but(answer.groups)

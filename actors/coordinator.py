@@ -9,7 +9,18 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from raywl.actors.names import Hello, mine
-from raywl.coordination import Beat, Group, GroupRegistry, Lease
+from raywl.coordination import (
+    Beat,
+    Group,
+    GroupRegistry,
+    Lease,
+    NodeReport,
+    Orders,
+    StageSpec,
+    StageState,
+    StagingBoard,
+    Ticket,
+)
 
 __all__ = ["CoordinatorLink", "LoadCoordinator"]
 
@@ -32,8 +43,10 @@ class LoadCoordinator:
     1. The first launch makes it (`get_if_exists`); later ones find it by its name.
     2. A driver calls `keep` when its launch begins, and then as its heartbeat; agents call `beat`.
     3. `drop` ends a group; a group whose driver is silent ends by itself.
-    4. When no group has lived for the idle time and the agents have ended, it ends itself.
-    5. After a crash Ray starts it again, empty, on any node: the next heartbeats tell it everything.
+    4. While a checkpoint is staged, its driver calls `begin_stage`, and its nodes `join_stage` and
+       `report_stage`, all of them again and again.
+    5. When no group has lived for the idle time, nothing is staged and the agents have ended, it ends itself.
+    6. After a crash Ray starts it again, empty, on any node: the next heartbeats tell it everything.
     """
 
     def __init__(self, link: CoordinatorLink) -> None:
@@ -41,6 +54,7 @@ class LoadCoordinator:
         self._lock = threading.Lock()
         # Epochs must be above those of an earlier life, which the wall clock is.
         self._registry = GroupRegistry(time.monotonic(), first_epoch=time.time_ns())
+        self._board = StagingBoard(first_epoch=time.time_ns())
         threading.Thread(target=self._watch, name="raywl-coordinator", daemon=True).start()
 
     def hello(self) -> Hello:
@@ -72,19 +86,50 @@ class LoadCoordinator:
         this coordinator is unused as well."""
         self._see_nodes()
         with self._lock:
-            return self._registry.retire_idle(time.monotonic()), self._registry.is_unused
+            idle = self._registry.retire_idle(time.monotonic())
+            return idle, self._registry.is_unused and self._board.is_idle
+
+    def begin_stage(self, spec: StageSpec, driver: str) -> StageState:
+        """Called by drivers, as their heartbeat too: see `StagingBoard.begin`."""
+        with self._lock:
+            return self._board.begin(spec, driver, time.monotonic())
+
+    def leave_stage(self, run: str, driver: str) -> None:
+        """Called by drivers: see `StagingBoard.leave`."""
+        with self._lock:
+            self._board.leave(run, driver, time.monotonic())
+
+    def drop_from_stage(self, run: str, node_id: str, why: str) -> None:
+        """Called by drivers: see `StagingBoard.drop_node`."""
+        with self._lock:
+            self._board.drop_node(run, node_id, why, time.monotonic())
+
+    def join_stage(
+        self, spec: StageSpec, node_id: str, has: int, fetching: tuple[int, ...], shares: tuple[str, ...]
+    ) -> Ticket | None:
+        """Called by agents: see `StagingBoard.join`."""
+        with self._lock:
+            return self._board.join(spec, node_id, has, fetching, shares, time.monotonic())
+
+    def report_stage(self, report: NodeReport) -> Orders:
+        """Called by agents: see `StagingBoard.report`."""
+        with self._lock:
+            return self._board.report(report, time.monotonic())
 
     def status(self) -> dict[str, Any]:
-        """Groups, leases and nodes."""
+        """Groups, leases, nodes, and what is staged."""
         with self._lock:
-            return self._registry.status(time.monotonic())
+            now_s = time.monotonic()
+            return {**self._registry.status(now_s), "stages": self._board.status(now_s)}
 
     def _watch(self) -> None:
         pause = threading.Event()
         while True:
             self._see_nodes()
             with self._lock:
-                over, beat_s = self._registry.is_over(time.monotonic()), self._registry.beat_s
+                now_s, beat_s = time.monotonic(), self._registry.beat_s
+                self._board.tick(now_s)
+                over = self._registry.is_over(now_s) and self._board.is_idle
             if over:
                 self._link.end_this_actor()
                 return

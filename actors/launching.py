@@ -262,7 +262,7 @@ class _Launch:
         ]
         starting = [rank.start.remote() for rank in parts.ranks]
         deadline.enter("open")
-        identity, fetched = open_on_nodes(ask.request, parts.nodes, deadline)
+        identity, fetched = open_on_nodes(ask.request, parts.nodes, deadline, self._progress)
         deadline.enter("start ranks")
         places = [spec.place for spec in parts.specs]
         parts.facts = gather(starting, places, deadline)

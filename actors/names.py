@@ -7,7 +7,7 @@ from raywl._version import __version__
 __all__ = ["NAMESPACE", "PROTOCOL", "Hello", "agent_name", "coordinator_name", "mine"]
 
 NAMESPACE = "raywl"
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the messages between driver, agents, coordinator and ranks; changed whenever they change."""
 
 Hello = tuple[str, int]

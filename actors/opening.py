@@ -12,17 +12,17 @@ from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, most_telling
 from raywl.actors.raycalls import Node, from_ray, hold_agents, make_coordinator, settle
 from raywl.actors.requests import SourceRequest
+from raywl.actors.stage_driver import COORDINATOR, stage_on_nodes
 from raywl.errors import NotFoundError, RaywlError, some_of
+from raywl.progress import Progress
 
-__all__ = ["COORDINATOR", "open_on_nodes"]
-
-COORDINATOR = Place("of the coordinator")
+__all__ = ["COORDINATOR", "agree_on_nodes", "open_on_nodes"]
 
 
 def open_on_nodes(
-    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline, progress: Progress | None = None
 ) -> tuple[str, dict[str, int]]:
-    """Every node opens the checkpoint, and then fetches it, where it comes from elsewhere.
+    """A checkpoint that comes from elsewhere is brought to all nodes; then every node opens it.
 
     Returns:
         The identity that all found, and the bytes that came, by kind of source, over all nodes.
@@ -30,7 +30,27 @@ def open_on_nodes(
     Raises:
         NotFoundError: Nodes lack it; they are named.
         CheckpointError: It isn't the same on every node.
-        RaywlError: As `open_checkpoint`, of the node that failed most tellingly.
+        RaywlError: As `open_checkpoint`, of the node that failed most tellingly; as `stage`.
+    """
+    staged = stage_on_nodes(request, nodes, deadline, progress)
+    deadline.enter("open")
+    identity, came = agree_on_nodes(request, nodes, deadline)
+    if staged is not None and staged.bytes_from_source:
+        (kind,) = came or {staged.kind: 0}
+        came[kind] = came.get(kind, 0) + staged.bytes_from_source
+    return identity, came
+
+
+def agree_on_nodes(
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline
+) -> tuple[str, dict[str, int]]:
+    """Every node opens what it has, and fetches what it hasn't; all must find the same.
+
+    Returns:
+        As `open_on_nodes`.
+
+    Raises:
+        RaywlError: Likewise.
     """
     agents = hold_agents(nodes, deadline)
     places = [Place(node.label) for node in nodes]
@@ -59,7 +79,7 @@ def _fetch_on_nodes(
     nodes: Sequence[Node],
     deadline: Deadline,
 ) -> dict[str, int]:
-    """Every node brings the checkpoint's files into its cache."""
+    """Every node brings the files into its cache that couldn't be staged, or were deleted since."""
     if all(found.kind == "local" for found in opened):
         return {}
     fetching = [agent.fetch.remote(request) for agent in agents]

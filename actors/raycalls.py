@@ -25,6 +25,7 @@ from raywl.actors.names import NAMESPACE, agent_name, coordinator_name, mine
 from raywl.actors.rank import RankLoader, RankSpec
 from raywl.actors.requests import SourceRequest
 from raywl.actors.shelf import TableRequest
+from raywl.actors.stage_calls import CHUNKS, STAGE, StageCalls
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
@@ -62,6 +63,7 @@ _JOINING_NODES_S = 10.0
 _BUSY_CLUSTER_S = 60.0
 _SOME_RETRIES = 3
 _WATCH = "watch"
+_CHUNK_CALLS, _STAGE_CALLS = 32, 8
 _TRIES = 3
 
 
@@ -76,7 +78,7 @@ class Node:
     resources: Mapping[str, float] = field(default_factory=dict)
 
 
-class Link:
+class Link(StageCalls):
     """What raywl's actors do through Ray. Made by a driver, used in the actor's own process."""
 
     def beat(self, node_id: str, held: tuple[str, ...]) -> Beat:
@@ -223,7 +225,14 @@ def make_coordinator() -> Any:
 def make_agent(node: Node) -> Any:
     """The handle of a node's agent; makes the actor where there is none."""
     pinned = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    helper = _helper(NodeAgent, agent_name(node.node_id), scheduling_strategy=pinned, max_concurrency=16)
+    helper = _helper(
+        NodeAgent,
+        agent_name(node.node_id),
+        scheduling_strategy=pinned,
+        max_concurrency=16,
+        # Other nodes must get answers, and a staging lasts, whatever else this one is asked.
+        concurrency_groups={CHUNKS: _CHUNK_CALLS, STAGE: _STAGE_CALLS},
+    )
     return helper.remote(node.node_id, node.label, Link())
 
 

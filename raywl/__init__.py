@@ -13,12 +13,13 @@ from raywl._version import __version__
 from raywl.types import ParallelContext, Replicate, Shard, current_context
 
 if TYPE_CHECKING:
-    from raywl.actors import RankGroup, SharedTable, launch, share_table
+    from raywl.actors import RankGroup, SharedTable, launch, share_table, stage
     from raywl.loading import ReloadReport, load_into, reload_into
     from raywl.opening import Checkpoint, open_checkpoint
     from raywl.plan import LoadPlan
     from raywl.report import GroupReport, LoadReport
     from raywl.saving import SaveReport, save_sharded
+    from raywl.stage_report import StageReport
 
 _HOMES = {
     "Checkpoint": "raywl.opening",
@@ -29,12 +30,14 @@ _HOMES = {
     "ReloadReport": "raywl.loading",
     "SaveReport": "raywl.saving",
     "SharedTable": "raywl.actors",
+    "StageReport": "raywl.stage_report",
     "launch": "raywl.actors",
     "load_into": "raywl.loading",
     "open_checkpoint": "raywl.opening",
     "reload_into": "raywl.loading",
     "save_sharded": "raywl.saving",
     "share_table": "raywl.actors",
+    "stage": "raywl.actors",
 }
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "SaveReport",
     "Shard",
     "SharedTable",
+    "StageReport",
     "__version__",
     "current_context",
     "errors",
@@ -58,6 +62,7 @@ __all__ = [
     "reload_into",
     "save_sharded",
     "share_table",
+    "stage",
 ]
 
 

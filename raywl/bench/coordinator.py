@@ -191,7 +191,7 @@ class Simulation:
     def _report(self, node: _Node) -> None:
         if node.ticket is None:
             has = node.has
-            node.ticket = self._call(self._board.join, self._spec, node.name, has, ())
+            node.ticket = self._call(self._board.join, self._spec, node.name, has, (), ())
             node.told, node.last_s = has, self._now_s
             if node.ticket is None:
                 return

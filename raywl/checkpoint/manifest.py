@@ -106,16 +106,10 @@ class Manifest:
             CorruptFileError: A header or the index is damaged.
         """
         patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
-        listed = source.list()
-        format = format_at(source, listed, patterns)
-        format, index = find_index(source, listed, format)
-        names, weight_map = choose(source, listed, index, patterns, format)
-        sizes = {name: source.size(name) for name in names}
-        there = [name for name, size in sizes.items() if size is not None]
-        check_present(root(source), names, there, _why_absent(source))
-        if not weight_map and not patterns and source.only is None:
-            check_numbered(source, names)
-        files = tuple(FileEntry(name, sizes[name] or 0, stamp=source.stamp(name)) for name in names)
+        found = find_weights(source, patterns)
+        listed, format, index = found.listed, found.format, found.index
+        names, weight_map = found.names, found.weight_map
+        files = tuple(FileEntry(name, source.size(name) or 0, stamp=source.stamp(name)) for name in names)
         first_bytes = expected_header_bytes(weight_map or {}) if source.is_remote else {}
         with ThreadPoolExecutor(header_threads(source, len(files))) as pool:
             read = partial(read_one, source, format=format)
@@ -209,6 +203,36 @@ class Manifest:
         state["tensors"] = MappingProxyType(state["tensors"])
         state["metadata"] = MappingProxyType(state["metadata"])
         self.__dict__.update(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a source's listing and index tell, before any header is read."""
+
+    listed: list[str]
+    format: WeightFormat
+    index: Index | None
+    names: list[str]
+    """The weight files, all of which are there."""
+    weight_map: Mapping[str, str] | None
+
+
+def find_weights(source: Source, patterns: tuple[str, ...] = ()) -> Weights:
+    """The weight files of a source, by its listing and its index.
+
+    Raises:
+        MissingFileError: Files that the index or a numbered set names are absent.
+        CheckpointError: There are no weights.
+        CorruptFileError: The index is damaged.
+    """
+    listed = source.list()
+    format, index = find_index(source, listed, format_at(source, listed, patterns))
+    names, weight_map = choose(source, listed, index, patterns, format)
+    there = [name for name in names if source.size(name) is not None]
+    check_present(root(source), names, there, _why_absent(source))
+    if not weight_map and not patterns and source.only is None:
+        check_numbered(source, names)
+    return Weights(listed, format, index, names, weight_map)
 
 
 def _nearest(name: str, names: Mapping[str, Any]) -> list[str]:

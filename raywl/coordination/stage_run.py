@@ -79,12 +79,15 @@ class StageRun:
 
     # --- what nodes say ---
 
-    def join(self, node: str, has: int, shares: Iterable[str], number: int, now_s: float) -> Ticket:
+    def join(
+        self, node: str, has: int, fetching: Iterable[int], shares: Iterable[str], number: int, now_s: float
+    ) -> Ticket:
         """A node takes part, or does so again after it was started anew or was silent for too long.
 
         Args:
             node: Its id.
             has: All chunks that are safe on its disk.
+            fetching: Those that it is fetching: by leases of a coordinator that was lost.
             shares: Nodes whose markers it found in its cache folder.
             number: Of the membership, larger than all before.
             now_s: The time.
@@ -101,6 +104,10 @@ class StageRun:
             self._take(member, has, now_s)
             if self._settled:
                 self._planner.late(member)
+            for chunk in fetching:
+                if 0 <= chunk < self._table.num_chunks and self._free & ~member.has & 1 << chunk:
+                    self._lease(chunk, member, now_s)
+                    self._planner.fetched_by(chunk, member)
         self._settle(now_s)
         return Ticket(self.epoch, number)
 
@@ -239,7 +246,10 @@ class StageRun:
 
     def _grant(self, member: Member, num_wanted: int, now_s: float) -> None:
         """Leases the lowest free chunks to a node, and no more than its share of what is left."""
-        if not self._settled or self.state != "running" or now_s < member.paused_until_s:
+        if not self._settled or self.state != "running":
+            return
+        if now_s < member.paused_until_s and any(m.paused_until_s <= now_s for m in self._members.receivers):
+            # Others can, and when nobody can, that should be known soon.
             return
         free = self._free & ~member.refused
         if not free or len(member.leases) >= num_wanted:
@@ -279,8 +289,9 @@ class StageRun:
 
     def _fetch_failed(self, member: Member, failure: FetchFailure, now_s: float) -> None:
         if self._holder.get(failure.chunk) is member:
-            member.pause_s = min(_MAX_PAUSE_S, max(_PAUSE_S, 2 * member.pause_s))
-            member.paused_until_s = now_s + member.pause_s
+            if now_s >= member.paused_until_s:
+                member.pause_s = min(_MAX_PAUSE_S, max(_PAUSE_S, 2 * member.pause_s))
+                member.paused_until_s = now_s + member.pause_s
             self._pass_on(failure.chunk, member, failure.error)
 
     def _pass_on(self, chunk: int, member: Member, error: Exception) -> None:
@@ -396,6 +407,8 @@ class StageRun:
             return
         self._settled = True
         held = self._members.held_by_any()
+        for chunk in each_bit(held & self._leased):
+            self._end_lease(chunk)
         self._free &= ~held
         self._planner.held(held & ~self._members.held_by_all())
 

@@ -72,7 +72,13 @@ class StagingBoard:
             run.drop_node(node, why, now_s)
 
     def join(
-        self, spec: StageSpec, node: str, has: int, shares: Iterable[str], now_s: float
+        self,
+        spec: StageSpec,
+        node: str,
+        has: int,
+        fetching: Iterable[int],
+        shares: Iterable[str],
+        now_s: float,
     ) -> Ticket | None:
         """A node takes part in a run: see `StageRun.join`. `None`: the run is over."""
         self.tick(now_s)
@@ -80,7 +86,7 @@ class StagingBoard:
         if run.state != "running":
             return None
         self._next_number += 1
-        return run.join(node, has, shares, self._next_number, now_s)
+        return run.join(node, has, fetching, shares, self._next_number, now_s)
 
     def report(self, report: NodeReport, now_s: float) -> Orders:
         """A node's heartbeat: see `StageRun.report`."""

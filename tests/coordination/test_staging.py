@@ -22,7 +22,14 @@ def spec_of(num_nodes: int, num_chunks: int = 32, **more) -> StageSpec:
 class Node:
     """An agent in miniature: it does what it is told, at once."""
 
-    def __init__(self, cluster: Cluster, name: str, has: int = 0, shares: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        has: int = 0,
+        shares: tuple[str, ...] = (),
+        fetching: tuple[int, ...] = (),
+    ) -> None:
         self.cluster, self.name, self.has, self.shares = cluster, name, has, shares
         self.ids: list[str] = []
         self.providers: dict[int, int] = {}
@@ -31,7 +38,7 @@ class Node:
         self.got_from: Counter[str] = Counter()
         self.sends_at: float = 0.0
         self.last = None
-        self.ticket = cluster.board.join(cluster.spec, name, has, shares, cluster.now_s)
+        self.ticket = cluster.board.join(cluster.spec, name, has, fetching, shares, cluster.now_s)
 
     def report(self, **more):
         sent = NodeReport(
@@ -88,8 +95,10 @@ class Cluster:
     def begin(self):
         return self.board.begin(self.spec, "driver:1", self.now_s)
 
-    def join(self, name: str, has: int = 0, shares: tuple[str, ...] = ()) -> Node:
-        self.nodes[name] = Node(self, name, has, shares)
+    def join(
+        self, name: str, has: int = 0, shares: tuple[str, ...] = (), fetching: tuple[int, ...] = ()
+    ) -> Node:
+        self.nodes[name] = Node(self, name, has, shares, fetching)
         return self.nodes[name]
 
     def round(self, *, fetch: bool = True, seconds: float = 0.2):
@@ -277,10 +286,24 @@ def test_the_coordinator_starts_anew():
     for node in cluster.nodes.values():
         assert node.report().state == "join"
     for name, old in list(cluster.nodes.items()):
-        cluster.join(name, has=old.has).fetched = old.fetched
+        under_way = tuple(chunk for chunk in old.last.leases or () if not old.has >> chunk & 1)
+        new = cluster.join(name, has=old.has, fetching=under_way)
+        new.fetched = old.fetched
     assert cluster.finish().state == "done"
     assert cluster.fetched == dict.fromkeys(range(32), 1)
     assert before
+
+
+def test_what_is_under_way_stays_where_it_is():
+    """A coordinator that starts anew leases it to whoever says that it fetches it, and to nobody else."""
+    cluster = Cluster(2)
+    first = cluster.join("n0", fetching=(3, 4))
+    second = cluster.join("n1", has=1 << 4, fetching=(3, 5, 99))
+    assert {3} <= set(first.report(num_wanted=1).leases)
+    assert {5} <= set(second.report(num_wanted=1).leases)
+    assert not {3, 4} & set(second.last.leases)
+    assert cluster.finish().state == "done"
+    assert 4 not in cluster.fetched
 
 
 def test_nodes_speak_first_to_a_new_coordinator():
@@ -290,7 +313,7 @@ def test_nodes_speak_first_to_a_new_coordinator():
     node = cluster.join("n0")
     assert node.report().leases
     cluster.now_s = 31.0
-    assert cluster.board.join(cluster.spec, "n0", node.has, (), cluster.now_s) is None
+    assert cluster.board.join(cluster.spec, "n0", node.has, (), (), cluster.now_s) is None
     assert "gone" in str(cluster.begin().error)
 
 

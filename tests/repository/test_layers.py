@@ -14,7 +14,7 @@ LAYERS = [
     {"sources"},
     {"checkpoint", "parameters"},
     {"html", "remap", "coordination", "quant"},
-    {"loaders", "report"},
+    {"loaders", "report", "stage_report"},
     {"plan"},
     {"readers", "tables"},
     {"iterators"},

@@ -19,6 +19,7 @@ PUBLIC = {
         "SaveReport",
         "Shard",
         "SharedTable",
+        "StageReport",
         "__version__",
         "current_context",
         "errors",
@@ -28,8 +29,9 @@ PUBLIC = {
         "reload_into",
         "save_sharded",
         "share_table",
+        "stage",
     ],
-    "raywl.actors": ["RankGroup", "SharedTable", "launch", "share_table"],
+    "raywl.actors": ["RankGroup", "SharedTable", "launch", "share_table", "stage"],
     "raywl.errors": [
         "AuthError",
         "CapacityError",

@@ -1,0 +1,214 @@
+"""A run as its driver sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+
+from raywl.actors.chunks import StageFiles, StageRequest
+from raywl.actors.deadline import Deadline
+from raywl.actors.failures import Place
+from raywl.actors.raycalls import Node, alive_nodes, from_ray, gather, hold_agents, make_coordinator
+from raywl.actors.requests import SourceRequest
+from raywl.actors.stage_calls import STAGE
+from raywl.actors.stage_work import window_of
+from raywl.coordination import CHUNK_BYTES, ChunkTable, StageSpec, StageState
+from raywl.errors import NodeLostError, RaywlError, StagingTimeout
+from raywl.progress import Progress
+from raywl.stage_report import StagedNode, StageReport
+
+__all__ = ["COORDINATOR", "chunk_bytes_for", "stage_on_nodes", "warm_nodes"]
+
+COORDINATOR = Place("of the coordinator")
+
+_TICK_S = 0.25
+_CALL_S = 10.0
+_MIN_CHUNK_BYTES = 64 << 10
+_CHUNKS_IN_WINDOW = 8
+_TRIES = 3
+_LEAVE_S = 5.0
+
+
+def stage_on_nodes(
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline, progress: Progress | None = None
+) -> StageReport | None:
+    """Stages what a request names; `None` for a local path or a cache that is used offline, as there is
+    nothing to move.
+
+    Raises:
+        RaywlError: As `stage`.
+    """
+    if isinstance(request.ref, str):
+        return None
+    if request.ref.offline:
+        return None
+    found = _look_on_nodes(request, nodes, deadline)
+    first = found[0]
+    if not first.ranged:
+        # A web server that gives no ranges: each node fetches the files whole, when it opens them.
+        return None
+    nbytes = sum(size for _, size in first.files)
+    report = StageReport(request.label, "", "cache", first.kind, nbytes)
+    if len(found) == len(nodes) and all(one.complete for one in found):
+        report.nodes = [StagedNode(node.label, node.node_id, "finished", nbytes) for node in nodes]
+        return report
+    smallest_bytes = min(window_of(int(node.resources.get("object_store_memory", 0))) for node in nodes)
+    spec = StageSpec(
+        run=f"stage-{uuid.uuid4().hex[:16]}",
+        key=f"{request.ref} {first.version} {request.ref.cache_dir}",
+        label=request.label,
+        table=ChunkTable(first.files, chunk_bytes_for(smallest_bytes)),
+        nodes={node.node_id: node.label for node in nodes},
+    )
+    deadline.enter("stage")
+    state = _Staging(StageRequest(spec, request.ref), nodes, deadline, progress).run()
+    report.notes = list(state.notes)
+    labels = {node.node: node.label for node in state.nodes}
+    wanted = {node.node_id for node in nodes}
+    report.nodes = [
+        StagedNode(
+            node.label,
+            node.node,
+            node.state,
+            spec.table.nbytes if node.state == "finished" else node.has_bytes,
+            node.fetched_bytes,
+            node.received_bytes,
+            node.sent_bytes,
+            node.peak_store_bytes,
+            None if node.guest_of is None else labels.get(node.guest_of, node.guest_of),
+            [*node.notes, *(["its link was slow, and spared"] if node.slow else [])],
+        )
+        for node in state.nodes
+        if node.node in wanted
+    ]
+    return report
+
+
+def _look_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> list[StageFiles]:
+    """What the first node finds, and, where that has everything, all others too."""
+    agents = hold_agents(nodes, deadline)
+    places = [Place(node.label) for node in nodes]
+    found: list[StageFiles] = gather([agents[0].list_files.remote(request)], places[:1], deadline)
+    if found[0].complete:
+        found += gather([agent.list_files.remote(request) for agent in agents[1:]], places[1:], deadline)
+    return found
+
+
+def chunk_bytes_for(window_bytes: int) -> int:
+    """8 MiB, or less where a window would hold only a few of them."""
+    chunk_bytes = CHUNK_BYTES
+    while chunk_bytes > _MIN_CHUNK_BYTES and chunk_bytes * _CHUNKS_IN_WINDOW > window_bytes:
+        chunk_bytes //= 2
+    return chunk_bytes
+
+
+@dataclass
+class _Staging:
+    """A run, as its driver sees it: calls that last as long as the nodes take part, and looks in between."""
+
+    request: StageRequest
+    nodes: Sequence[Node]
+    deadline: Deadline
+    progress: Progress | None
+    _calls: dict[Any, Node] = field(default_factory=dict)
+    _tries: dict[str, int] = field(default_factory=dict)
+    _state: StageState | None = None
+
+    def run(self) -> StageState:
+        """Waits until all nodes have it."""
+        self._driver = f"{socket.gethostname()}:{os.getpid()}:{self.request.spec.run}"
+        self._coordinator = make_coordinator()
+        try:
+            state = self._look()
+            if state.run != self.request.spec.run:
+                # Somebody else's run brings the same.
+                spec = replace(self.request.spec, run=state.run)
+                self.request = replace(self.request, spec=spec)
+            self._start(self.nodes)
+            while state.state == "running":
+                self._take_ended()
+                state = self._look()
+                self._show(state)
+                if self.deadline.remaining_s() == 0:
+                    raise StagingTimeout(
+                        f"{self.request.spec.label} was not staged after {self.deadline.timeout_s:g} s: "
+                        f"{state.waiting}"
+                    )
+            if state.error is not None:
+                raise state.error
+            return state
+        finally:
+            self._leave()
+
+    def _start(self, nodes: Sequence[Node]) -> None:
+        agents = hold_agents(nodes, self.deadline)
+        # Where an agent is killed and Ray starts it again, Ray makes the call again, too.
+        for agent, node in zip(agents, nodes, strict=True):
+            call = agent.stage.options(concurrency_group=STAGE)
+            self._calls[call.remote(self.request)] = node
+
+    def _look(self) -> StageState:
+        """The run's state; tells the coordinator that this driver lives."""
+        for attempt in range(1, _TRIES + 1):
+            asked = self._coordinator.begin_stage.remote(self.request.spec, self._driver)
+            try:
+                state: StageState = ray.get(asked, timeout=max(_CALL_S, self.deadline.remaining_s(60.0)))
+                self._state = state
+                return state
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                self._coordinator = make_coordinator()
+                if attempt == _TRIES or self.deadline.remaining_s() == 0:
+                    raise from_ray(error, COORDINATOR) from None
+        raise AssertionError
+
+    def _take_ended(self) -> None:
+        """Looks at calls that have ended before the run: an agent that died, or that refused."""
+        if not self._calls:
+            return
+        wait_s = self.deadline.remaining_s(_TICK_S)
+        ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=wait_s)
+        for call in ended:
+            node = self._calls.pop(call)
+            try:
+                ray.get(call)
+            except Exception as error:
+                self._agent_ended(node, from_ray(error, Place(node.label)))
+
+    def _agent_ended(self, node: Node, error: RaywlError) -> None:
+        if not isinstance(error, NodeLostError):
+            state = self._look()
+            raise state.error or error
+        tries = self._tries[node.node_id] = self._tries.get(node.node_id, 0) + 1
+        if tries < _TRIES and node.node_id in {other.node_id for other in alive_nodes()}:
+            with contextlib.suppress(NodeLostError):
+                self._start([node])
+                return
+        told = self._coordinator.drop_from_stage.remote(self.request.spec.run, node.node_id, error.reason)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(told, timeout=_CALL_S)
+        if len(self._tries) == len(self.nodes) and not self._calls:
+            raise error
+
+    def _show(self, state: StageState) -> None:
+        if self.progress is not None and state.total_bytes:
+            self.progress(min(state.done_bytes, state.total_bytes), state.total_bytes, "stage")
+
+    def _leave(self) -> None:
+        run = self.request.spec.run
+        with contextlib.suppress(Exception):
+            self._coordinator.leave_stage.remote(run, self._driver)
+            # They hear of it by their next report.
+            if self._calls:
+                ray.wait(list(self._calls), num_returns=len(self._calls), timeout=_LEAVE_S)
+
+
+def warm_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> list[str]:
+    """Has each node read the checkpoint's files into its page cache; returns what is to be said of it."""
+    return []

@@ -1,0 +1,121 @@
+"""`stage`: a checkpoint leaves its source once and reaches every node."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from raywl.actors.connect import connect, disconnect
+from raywl.actors.deadline import Deadline
+from raywl.actors.opening import agree_on_nodes
+from raywl.actors.raycalls import Node, alive_nodes, find_agents
+from raywl.actors.requests import check_options, request_for_nodes
+from raywl.actors.stage_driver import stage_on_nodes, warm_nodes
+from raywl.errors import NodeLostError, some_of
+from raywl.opening import Checkpoint
+from raywl.progress import Progress, make_progress
+from raywl.stage_report import StagedNode, StageReport
+
+__all__ = ["stage"]
+
+_MODES = ("cache",)
+
+
+def stage(
+    ref: str | os.PathLike[str] | Checkpoint,
+    *,
+    nodes: Sequence[str] | None = None,
+    mode: str = "cache",
+    cache_dir: str | os.PathLike[str] | None = None,
+    prefetch: bool = True,
+    address: str | None = None,
+    timeout_s: float = 3600.0,
+    progress: bool | Progress | None = None,
+    **source: Any,
+) -> StageReport:
+    """Brings a checkpoint to the nodes of a Ray cluster; each byte leaves its source once.
+
+    Every node fetches a part of it and gets the rest from the others through Ray's object store. What is in a
+    node's cache already is neither fetched nor sent again; what came of an interrupted staging counts too.
+
+    Args:
+        ref: As for `open_checkpoint`. Of a local path, only whether all nodes have the same there is looked
+            at.
+        nodes: Ids or addresses of nodes; by default all that are alive.
+        mode: `"cache"`: into each node's cache folder, where `open_checkpoint` and `launch` find it.
+        cache_dir: That folder, on every node; by default as each node's environment says.
+        prefetch: Whether each node reads the files into its page cache as well, where they fit.
+        address: As for `launch`.
+        timeout_s: Bounds the whole call.
+        progress: `True` for a bar on standard error, or a callable; for all nodes together.
+        **source: Other keyword arguments of `open_checkpoint`.
+
+    Returns:
+        Where the bytes came from and went to, by node.
+
+    Raises:
+        ValueError: An unknown mode or node.
+        SourceError: The source can't be reached, refuses, or sends wrong bytes; from every node that tried.
+        CapacityError: The disk of a node is full. What came stays, and the next try goes on from there.
+        NodeLostError: One of the nodes that were asked for by name died; the others have the checkpoint.
+        StagingTimeout: `timeout_s` passed, or nothing moved any more; it says who holds what since when.
+        ClusterError: As `launch`.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}")
+    if cache_dir is not None:
+        source = {**source, "cache_dir": cache_dir}
+    check_options(source)
+    shown = make_progress(progress)
+    deadline = Deadline(timeout_s, "stage")
+    deadline.enter("connect")
+    connection = connect(address, num_cpus=1, deadline=deadline)
+    group, chosen = f"stage-{uuid.uuid4().hex[:16]}", list[Node]()
+    try:
+        chosen = _chosen(nodes)
+        deadline.enter("look")
+        request = request_for_nodes(group, ref, source)
+        report = stage_on_nodes(request, chosen, deadline, shown)
+        if report is None:
+            report = StageReport(request.label, "", mode)
+            report.nodes = [StagedNode(node.label, node.node_id, "finished") for node in chosen]
+            report.notes.append("nothing to move: each node opened what it has, or fetched it by itself")
+        deadline.enter("open")
+        lost = [node for node in report.nodes if node.state == "lost"]
+        living = [node for node in chosen if node.node_id not in {other.node_id for other in lost}]
+        report.identity, _ = agree_on_nodes(request, living, deadline)
+        if prefetch:
+            deadline.enter("prefetch")
+            report.notes += warm_nodes(request, living, deadline)
+        deadline.enter("")
+        report.notes.insert(0, connection.note)
+        report.seconds, report.phases = deadline.elapsed_s, dict(deadline.phases)
+        names = some_of([node.node for node in lost])
+        if lost and nodes is not None:
+            raise NodeLostError(f"{names} died; the other nodes have {report.ref}", node=lost[0].node)
+        if lost:
+            warnings.warn(f"{report.ref} is not on nodes that died meanwhile: {names}", stacklevel=2)
+        return report
+    finally:
+        for agent in find_agents(chosen):
+            agent.close.remote(group)
+        disconnect(connection)
+
+
+def _chosen(nodes: Sequence[str] | None) -> list[Node]:
+    alive = alive_nodes()
+    if nodes is None:
+        return alive
+    if isinstance(nodes, str):
+        raise TypeError("nodes must be a list of node ids or addresses, not a single text")
+    found = []
+    for name in nodes:
+        matching = [node for node in alive if name in (node.node_id, node.address, node.label)]
+        if not matching:
+            known = some_of([f"{node.label} ({node.node_id})" for node in alive])
+            raise ValueError(f"no live node is {name!r}; there are {known}")
+        found += matching
+    return list({node.node_id: node for node in found}.values())

@@ -414,8 +414,8 @@ class Binding:
     def _check_fill(self, fill: Fill, recorder: Recorder) -> None:
         """As `_check_copy`."""
         view, dtype = recorder.views.get(fill.target), getattr(torch, fill.dst_dtype, None)
-        known = view is not None and isinstance(dtype, torch.dtype)
-        if not known or not 0 <= fill.dst_start <= fill.dst_end <= view.nbytes:
+        fits = view is not None and 0 <= fill.dst_start <= fill.dst_end <= view.nbytes
+        if not fits or not isinstance(dtype, torch.dtype):
             raise ValueError(f"the plan is damaged: its constant for {fill.target} doesn't fit")
 
     def _check_plan(self, plan: LoadPlan) -> None:

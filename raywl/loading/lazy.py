@@ -119,7 +119,7 @@ class UnmappedWeight(LazyWeight):
     """A lazy weight without memory: torch asks for its values also when called by code that isn't Python."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # It may be written to, or kept: from now on memory is the truth.

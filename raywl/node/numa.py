@@ -60,5 +60,7 @@ def bind_memory(address: int, nbytes: int, node: int) -> bool:
     words = (ctypes.c_ulong * (_MAX_NODES // 64))()
     words[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    asked = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _PREFERRED, words, ctypes.c_ulong(_MAX_NODES))
+    # The kernel looks at one bit less than it is told.
+    length, num_bits = ctypes.c_ulong(nbytes), ctypes.c_ulong(_MAX_NODES + 1)
+    asked = (ctypes.c_void_p(address), length, _PREFERRED, words, num_bits)
     return bool(libc.syscall(ctypes.c_long(number), *asked, 0) == 0)

@@ -15,7 +15,7 @@ from raywl.plan.reads import GAP_BYTES, Read
 from raywl.readers.choose import num_threads_for
 from raywl.readers.files import OpenFiles
 from raywl.readers.memory import ByteView
-from raywl.readers.staging import Stage, place
+from raywl.readers.staging import Stage, place, wait_for_devices
 from raywl.readers.ways import SCRATCH_BYTES, Buffered, Scratch
 from raywl.timeline import Span, Timeline
 
@@ -62,19 +62,19 @@ def execute(
         on_bytes: Called by the threads with the bytes of each read that is done.
         way: How bytes come to memory; by default through the page cache.
         timeline: Takes what each read took.
-        staged: Whether reads go through the buffers that devices copy out of; by default those do whose
-            targets no read can reach.
+        staged: Whether all reads go through the buffers that devices copy out of; by default those do
+            whose targets no read can reach.
 
     Raises:
         CheckpointError: A read failed; the destinations are partly written.
     """
-    if staged is None:
-        staged = any(targets[piece.target].memory is None for read in reads for piece in read.pieces)
-    if staged:
+    through = [read for read in reads if staged or not _in_reach(read, targets)]
+    longest = max((read.end - read.start for read in through), default=None)
+    if longest is not None:
         num_threads = min(num_threads, _MAX_STAGING_THREADS)
+        wait_for_devices({targets[piece.target].raw.device for read in through for piece in read.pieces})
     num_threads = max(1, min(num_threads, len(reads)))
-    work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline)
-    longest = max((read.end - read.start for read in reads), default=0) if staged else None
+    work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline, bool(staged))
     if num_threads == 1:
         work.run(0, longest)
         return
@@ -88,6 +88,11 @@ def execute(
         future.result()
 
 
+def _in_reach(read: Read, targets: Mapping[str, ByteView]) -> bool:
+    """Whether all of a read's targets are in memory of the host."""
+    return all(targets[piece.target].memory is not None for piece in read.pieces)
+
+
 class _Work:
     """What the threads share."""
 
@@ -98,21 +103,22 @@ class _Work:
         targets: Mapping[str, ByteView],
         on_bytes: Callable[[int], None] | None,
         timeline: Timeline | None,
+        staged: bool,
     ) -> None:
-        self.way, self.targets = way, targets
+        self.way, self.targets, self.staged = way, targets, staged
         self.stop = threading.Event()
         self._pending, self._on_bytes, self._timeline = pending, on_bytes, timeline
         self._lock = threading.Lock()
 
     def run(self, number: int, longest: int | None) -> None:
-        """What each thread does; `longest` read in bytes if reads are staged."""
+        """What each thread does; `longest` staged read in bytes, if there are any."""
         try:
             if longest is None:
                 self._each(number, _Reads(self.way, self.targets))
                 return
             stage = Stage(longest)
             try:
-                self._each(number, _StagedReads(self.way, self.targets, stage))
+                self._each(number, _StagedReads(self.way, self.targets, stage, self.staged))
             finally:
                 stage.close()
         except BaseException:
@@ -185,9 +191,9 @@ class _Reads:
 class _StagedReads(_Reads):
     """Makes reads through buffers that devices copy out of."""
 
-    def __init__(self, way: Buffered, targets: Mapping[str, ByteView], stage: Stage) -> None:
+    def __init__(self, way: Buffered, targets: Mapping[str, ByteView], stage: Stage, staged: bool) -> None:
         super().__init__(way, targets)
-        self._stage = stage
+        self._stage, self._staged = stage, staged
         # The buffers lie near the device that most parameters are on: any will do, of one host.
         self._device = next(
             (view.raw.device for view in targets.values() if view.memory is None), torch.device("cpu")
@@ -195,6 +201,9 @@ class _StagedReads(_Reads):
 
     def make(self, read: Read) -> None:
         """Makes one read; its copies may still be under way."""
+        if not self._staged and _in_reach(read, self._targets):
+            super().make(read)
+            return
         start_s = time.perf_counter()
         buffer = self._stage.next_buffer(self._device)
         buffer.wait()

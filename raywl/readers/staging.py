@@ -6,7 +6,9 @@ thread's own. Where there is no GPU the same code runs with copies that are made
 
 from __future__ import annotations
 
+import logging
 import mmap
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,9 @@ from raywl.node.numa import bind_memory, node_of_pci
 from raywl.plan.copies import Copy
 from raywl.readers.memory import ByteView, bytes_of, int_dtype, strided
 
-__all__ = ["Buffer", "Carrier", "HostCarrier", "Stage", "place"]
+__all__ = ["Buffer", "Carrier", "HostCarrier", "Stage", "place", "wait_for_devices"]
+
+_log = logging.getLogger(__name__)
 
 _NUM_BUFFERS = 2
 
@@ -96,9 +100,7 @@ class CudaCarrier:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._nbytes = device, nbytes
-        self._stream = torch.cuda.Stream(device)
-        # What other streams have queued for the parameters comes first.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._scratch: torch.Tensor | None = None
 
     def send(self, buffer: Buffer, nbytes: int, first: int, pieces: list[tuple[Copy, ByteView]]) -> None:
@@ -117,14 +119,13 @@ class CudaCarrier:
                 self._scratch[:nbytes].copy_(buffer.raw[:nbytes], non_blocking=True)
                 for piece, target in rest:
                     place(piece, self._scratch, first, target)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         buffer.busy.append(event)
 
     def finish(self) -> None:
         """As `Carrier.finish`."""
         self._stream.synchronize()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Stage:
@@ -188,11 +189,21 @@ class Stage:
         status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), self._nbytes, 0)  # type: ignore[no-untyped-call]
         if int(status) == 0:
             self._registered.append(raw.data_ptr())
+        else:
+            told = (self._nbytes, int(status), device)
+            _log.warning("%d bytes can't be pinned (error %d): copies to %s are waited for", *told)
         return raw
 
 
 def _carrier_for(device: torch.device, nbytes: int) -> Carrier:
     return CudaCarrier(device, nbytes) if device.type == "cuda" else HostCarrier()
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Returns once devices have done what the calling thread has queued: other threads have other streams."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _pci_address(device: torch.device) -> str:

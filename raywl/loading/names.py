@@ -108,9 +108,12 @@ class NameTable:
             for first in range(len(parts) - length + 1):
                 middle = ".".join(parts[first : first + length])
                 for key in (middle + ".", "." + middle + ".", "." + middle, middle):
+                    rows = self._experts.get(key)
+                    if rows is None:
+                        continue
                     routes = [
                         Route(param, shard_id, expert_id, is_expert=True)
-                        for param_name, weight_name, expert_id, shard_id in self._experts.get(key, ())
+                        for param_name, weight_name, expert_id, shard_id in rows
                         if weight_name in name
                         and (param := self._there(name.replace(weight_name, param_name, 1))) is not None
                     ]

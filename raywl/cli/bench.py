@@ -16,7 +16,7 @@ from raywl.cli.arguments import (
 from raywl.cli.outcome import BUG, DONE, UsageError
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts
-from raywl.opening import open_checkpoint
+from raywl.opening import Checkpoint, open_checkpoint
 from raywl.sources import shown_url
 from raywl.sources.selection import SAFETENSORS
 from raywl.text import format_bytes
@@ -38,12 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "what arrived bit by bit.",
     )
     add_source_arguments(load)
-    load.add_argument("--repeat", type=positive, default=5, metavar="N", help="repetitions (default 5)")
-    cache = load.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--cold", action="store_true", help="drop the files from the page cache before each run"
-    )
-    cache.add_argument("--warm", action="store_true", help="fill the page cache before each run (default)")
+    _add_runs(load)
     load.add_argument(
         "--tp",
         type=positive,
@@ -52,6 +47,36 @@ def add_parser(subparsers: Subparsers) -> None:
         help="tensor-parallel ranks, one process each (default 1)",
     )
     load.add_argument("--tp-plan", metavar="FILE", help="JSON object of name pattern to style")
+    iterate = add_command(
+        commands,
+        "iterate",
+        run_iterate,
+        help="iterators over weight files, their time and peak memory",
+        description="Reads the files of REF tensor by tensor, in turn by each strategy of raywl's iterator, "
+        "by several threads, and by a safe_open loop, each in a fresh process whose peak of memory is "
+        "counted by the kernel.",
+    )
+    add_source_arguments(iterate)
+    _add_runs(iterate)
+    iterate.add_argument(
+        "--max-workers", type=positive, default=4, metavar="N", help="threads that read (default 4)"
+    )
+    iterate.add_argument(
+        "--pause-ms",
+        type=positive,
+        metavar="MS",
+        help="how long the consumer is at each tensor beside copying it (default 0)",
+    )
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    """How often, and with what in the page cache."""
+    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="repetitions (default 5)")
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each run"
+    )
+    cache.add_argument("--warm", action="store_true", help="fill the page cache before each run (default)")
 
 
 def run_load(args: argparse.Namespace, out: Output) -> int:
@@ -80,6 +105,48 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
     out.json(found)
     _show(found, out)
     return DONE if found["identical"] else BUG
+
+
+def run_iterate(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.iterate import IterateBenchmark
+
+    manifest = _fetched(args, out)
+    benchmark = IterateBenchmark(
+        [manifest.path(file.name) for file in manifest.files],
+        cold=args.cold,
+        max_workers=args.max_workers,
+        pause_s=(args.pause_ms or 0) / 1000,
+    )
+    benchmark.run(args.repeat, out.say)
+    found = benchmark.to_dict()
+    out.json(found)
+    out.text(
+        f"{args.ref}: {found['num_files']} files of at most {format_bytes(found['largest_file_bytes'])}, "
+        f"{found['cache']}"
+    )
+    rows = [
+        [
+            name,
+            f"{of['median_s']:.3f}",
+            f"{format_bytes(of['bytes_per_s'])}/s",
+            format_bytes(of["peak_bytes"]),
+        ]
+        for name, of in found["iterators"].items()
+    ]
+    out.table(["iterator", "median s", "rate", "peak memory"], rows)
+    return DONE
+
+
+def _fetched(args: argparse.Namespace, out: Output) -> Checkpoint:
+    """The checkpoint, all of it on this machine: what is compared is reading."""
+    manifest = open_checkpoint(args.ref, **source_arguments(args))
+    manifest.fetch(progress=out.progress())
+    if manifest.format != SAFETENSORS.name:
+        raise UsageError(
+            f"{args.ref} has {manifest.format} files; what is measured beside raywl reads safetensors files "
+            "alone (`raywl convert` makes them)"
+        )
+    return manifest
 
 
 def _show(found: dict[str, Any], out: Output) -> None:

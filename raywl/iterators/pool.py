@@ -9,7 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from raywl.node.memory import give_back_freed
+
 __all__ = ["FilePool", "Stopped"]
+
+_KEPT_BYTES = 16 << 20
+"""Freed memory that isn't worth giving back."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -43,6 +48,7 @@ class FilePool(Generic[Item, Result]):
         self._rest: Iterator[Item] = iter(items)
         self._stop = threading.Event()
         self._begun: deque[Future[Result]] = deque()
+        self._freed_bytes = 0
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="raywl-files")
         for _ in range(max_workers):
             self.begin_next()
@@ -51,8 +57,17 @@ class FilePool(Generic[Item, Result]):
         if self._stop.is_set():
             raise Stopped
 
-    def begin_next(self) -> None:
-        """Begins with one more item, if any are left."""
+    def begin_next(self, freed_bytes: int = 0) -> None:
+        """Begins with one more item, if any are left.
+
+        Args:
+            freed_bytes: What the items that nobody uses any more took since the last call.
+        """
+        self._freed_bytes += freed_bytes
+        if self._freed_bytes >= _KEPT_BYTES:
+            # What the threads allocate, the consumer frees, and the allocator would keep.
+            give_back_freed()
+            self._freed_bytes = 0
         for item in self._rest:
             self._begun.append(self._threads.submit(self._read, item, self._check_stop))
             return

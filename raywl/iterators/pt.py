@@ -98,6 +98,7 @@ def _by_threads(paths: list[str], use_tqdm_on_load: bool, map_location: Any, max
         check_stop()
         return load_torch_file(work, map_location, check_stop=check_stop)
 
+    freed_bytes = 0
     with FilePool(read, works, max_workers) as pool:
         for work in works:
             tally.starts(work)
@@ -107,4 +108,5 @@ def _by_threads(paths: list[str], use_tqdm_on_load: bool, map_location: Any, max
                 yield name, tensors.pop(name)
                 if name is work.names[0]:
                     # By now the consumer holds nothing of the file before.
-                    pool.begin_next()
+                    pool.begin_next(freed_bytes)
+                    freed_bytes = work.nbytes

@@ -206,6 +206,7 @@ def _by_threads(
         check_stop()
         return read_file(work, num_threads=1, on_bytes=lambda _: check_stop())
 
+    freed_bytes = 0
     with FilePool(read, works, max_workers) as pool:
         for work in works:
             tally.starts(work)
@@ -215,4 +216,5 @@ def _by_threads(
                 yield name, tensors.pop(name)
                 if name is work.names[0]:
                     # By now the consumer holds nothing of the file before.
-                    pool.begin_next()
+                    pool.begin_next(freed_bytes)
+                    freed_bytes = work.nbytes

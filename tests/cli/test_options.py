@@ -10,7 +10,15 @@ import pytest
 from raywl.cli.app import build_parser
 
 COMMON = {"--help", "--json", "--quiet", "--debug"}
-SOURCE = {"REF", "--revision", "--subfolder", "--cache-dir", "--offline", "--allow-pattern", "--storage-option"}
+SOURCE = {
+    "REF",
+    "--revision",
+    "--subfolder",
+    "--cache-dir",
+    "--offline",
+    "--allow-pattern",
+    "--storage-option",
+}
 GROUP = {"--tp", "--pp", "--dp", "--ep"}
 WEIGHTS = {"--model", "--tp-plan"}
 
@@ -22,6 +30,7 @@ OPTIONS = {
     "load": COMMON | SOURCE | GROUP | WEIGHTS | {"--strategy", "--address", "--report", "--trace"},
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
     "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan"},
+    "bench iterate": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--max-workers", "--pause-ms"},
 }
 
 

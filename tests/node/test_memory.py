@@ -1,11 +1,12 @@
 """Memory that may still be taken: the host's, and what each control group above this process allows."""
 
+import platform
 from pathlib import Path
 
 import psutil
 import pytest
 
-from raywl.node.memory import available_ram_bytes, group_allowances
+from raywl.node.memory import available_ram_bytes, give_back_freed, group_allowances
 
 NO_LIMIT = 9223372036854771712
 ROW = "31 23 0:28 {root} {path} rw,relatime shared:9 - {kind} {kind} rw{options}\n"
@@ -142,3 +143,10 @@ def test_groups_that_went_and_files_that_say_nothing_are_passed_over(groups):
 
 def test_this_machine():
     assert 0 < available_ram_bytes() <= psutil.virtual_memory().total
+
+
+def test_freed_memory_goes_back():
+    """Once for a whole process; what is in use stays as it is."""
+    kept = bytearray(b"x") * 1000
+    assert give_back_freed() is (platform.libc_ver()[0] == "glibc")
+    assert kept == b"x" * 1000

@@ -103,6 +103,7 @@ def launch(
     strategy: str | None = None,
     strict: bool | str = True,
     device: torch.device | str | None = None,
+    optional: Sequence[str] | None = None,
     progress: bool | Progress | None = None,
     **source: Any,
 ) -> RankGroup:
@@ -136,6 +137,7 @@ def launch(
         strategy: See there.
         strict: As in `load_into`; a tensor counts as unexpected when no rank of a replica has a place for it.
         device: Where `meta` parameters are made; by default the rank's GPU, else the CPU.
+        optional: As in `load_into`.
         progress: `True` for a bar on standard error, or a callable; for all ranks together.
         **source: Keyword arguments of `open_checkpoint`.
 
@@ -197,6 +199,7 @@ def launch(
             strategy=strategy,
             strict=strict,
             device=device,
+            optional=optional,
         ),
         strict=strict,
     )

@@ -68,6 +68,7 @@ class Binding:
         stacked: Sequence[tuple[str, str, Any]] | None,
         expert_mapping: Sequence[tuple[str, str, int | None, Any]] | None,
         device: torch.device | str | None,
+        optional: Sequence[str] | None = None,
     ) -> None:
         self.model, self.checkpoint, self.context = model, checkpoint, context
         self.targets = collect_targets(model)
@@ -100,10 +101,33 @@ class Binding:
             and mapper is None
             and not (self._stacked or self._expert_mapping or shards or tp_plan)
         )
+        self.absent: set[str] = set()
+        """First names of targets of modules that the checkpoint has nothing of; known after `route`."""
+        self._optional = _optional_targets(self.targets, model, optional, context)
+        self._is_routed = False
         self._routes: list[tuple[str, Route]] = []
         self._parts: dict[str, set[tuple[Any, int | None]]] = {}
 
     # Names.
+
+    def route(self) -> None:
+        """Finds the place of every tensor, if that hasn't been done, and what optional modules are absent."""
+        if self._is_routed:
+            return
+        self._is_routed = True
+        if not self.has_own_loader:
+            self._route_all()
+        bound = {self.by_name[route.param].name for _, route in self._routes}
+        for module, members in self._optional.items():
+            names = [name for name in self.checkpoint.tensors if name not in self.skipped]
+            there = sorted(bound.intersection(members)) or [n for n in names if is_below(n, module)]
+            if there:
+                continue
+            self.absent.update(members)
+            self.notes.append(
+                f"{module}: the checkpoint has nothing of it, {len(members)} weights stay as they are"
+            )
+        self.may_miss |= self.absent
 
     def _route_all(self) -> None:
         """Finds the place of every tensor; the first of several tied names gets the memory."""
@@ -182,11 +206,12 @@ class Binding:
         """
         boxes: dict[int, Box] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        if plan is None:
+            self.route()
         if plan is not None:
             self._check_plan(plan)
             shapes = {name: info.shape for name, info in plan.targets.items()}
         elif not self.has_own_loader:
-            self._route_all()
             specs = self._specs()
             self._fused_starts = self._place_fused()
             for index, (name, route) in enumerate(self._routes):
@@ -197,7 +222,7 @@ class Binding:
                     if not is_dtensor(target.tensor) and route.fused is None:
                         shapes[target.name] = tuple(end - start for start, end in boxes[index])
         for target in self.targets:
-            if target.is_meta and target.persistent:
+            if target.is_meta and target.persistent and target.name not in self.absent:
                 one = target.tensor.numel() == 1
                 shape = (
                     tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
@@ -443,6 +468,31 @@ class Binding:
                     f"the plan is of another model: {name} is {dtype} {list(shape)}, "
                     f"the plan expects {info.dtype} {list(info.shape)}"
                 )
+
+
+def is_below(name: str, module: str) -> bool:
+    """Whether a name is that of a module, or of something in it."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def _optional_targets(
+    targets: Sequence[Target],
+    model: nn.Module,
+    optional: Sequence[str] | None,
+    context: ParallelContext,
+) -> dict[str, list[str]]:
+    """First names of the targets that are wholly in a module that a checkpoint may lack, by module.
+
+    Raises:
+        ValueError: The model has no such module. (A stage of several may be without it.)
+    """
+    found = {}
+    for module in (optional,) if isinstance(optional, str) else optional or ():
+        module = module.removesuffix(".")
+        found[module] = [t.name for t in targets if all(is_below(name, module) for name in t.names)]
+        if not found[module] and context.pp_size == 1:
+            raise ValueError(f"optional: {type(model).__name__} has no weights in a module {module!r}")
+    return found
 
 
 def _first(values: Iterator[ShardSpec | None]) -> ShardSpec | None:

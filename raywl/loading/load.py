@@ -53,6 +53,7 @@ def load_into(
     plan: LoadPlan | None = None,
     strict: bool | str = True,
     device: torch.device | str | None = None,
+    optional: Sequence[str] | None = None,
     progress: bool | Progress | None = None,
     **source: Any,
 ) -> LoadReport:
@@ -89,6 +90,9 @@ def load_into(
         strict: `True`: a parameter or persistent buffer that stays unset is an error. `"exact"`: so is
             a tensor that has no place. `False`: both are only reported.
         device: Where `meta` tensors are made; by default where the model's other tensors are, else the CPU.
+        optional: Names of modules (a tower for images) that the checkpoint may have nothing of; their weights
+            then stay as they are, `meta` ones on `meta`, which the report's notes say. Of a module that is
+            there in part the rest is missing, as ever.
         progress: `True` for a bar on standard error, or a callable.
         **source: Keyword arguments of `open_checkpoint`.
 
@@ -117,7 +121,7 @@ def load_into(
     report.phases["open"] = timeline.note_phase("open")
     binding = Binding(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
-        expert_mapping=expert_mapping, device=device,
+        expert_mapping=expert_mapping, device=device, optional=optional,
     )  # fmt: skip
     with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
         reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)

@@ -54,6 +54,7 @@ def reload_into(
     mapper: Any = None,
     stacked: Any = None,
     expert_mapping: Any = None,
+    optional: Any = None,
     **source: Any,
 ) -> ReloadReport:
     """Loads another checkpoint into a live model, in place: every parameter keeps its address.
@@ -63,7 +64,7 @@ def reload_into(
     that turns out damaged while it is read leaves the model partly loaded, and the error says so.
 
     Args:
-        model: A model without `meta` tensors.
+        model: A model without `meta` tensors, but in optional modules that the checkpoint hasn't got.
         ref: What `open_checkpoint` takes, or an open checkpoint.
         parallel: As for `load_into`.
         progress: As for `load_into`.
@@ -74,6 +75,7 @@ def reload_into(
         mapper: As for `load_into`.
         stacked: As for `load_into`.
         expert_mapping: As for `load_into`.
+        optional: As for `load_into`.
         **source: Keyword arguments of `open_checkpoint`.
 
     Raises:
@@ -89,6 +91,7 @@ def reload_into(
         "mapper": mapper,
         "stacked": stacked,
         "expert_mapping": expert_mapping,
+        "optional": optional,
     }
     checkpoint = check_reload(model, ref, parallel=parallel, strict=strict, **binding, **source)
     checked = time.perf_counter()
@@ -124,6 +127,7 @@ def check_reload(
     mapper: Any = None,
     stacked: Any = None,
     expert_mapping: Any = None,
+    optional: Any = None,
     **source: Any,
 ) -> Checkpoint:
     """Checks that a checkpoint can be loaded into a live model, without writing to it.
@@ -155,8 +159,12 @@ def check_reload(
         stacked=stacked,
         expert_mapping=expert_mapping,
         device=None,
+        optional=optional,
     )
-    unmade = [target.name for target in binding.targets if target.is_meta]
+    binding.route()
+    unmade = [
+        target.name for target in binding.targets if target.is_meta and target.name not in binding.absent
+    ]
     if unmade:
         raise ValueError(f"can't reload a model that was never loaded: {unmade[0]} is on meta")
     report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)

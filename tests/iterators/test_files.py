@@ -21,6 +21,7 @@ from raywl.node import page_cache
 from raywl.readers.whole import batches_of
 from raywl.types import ParallelContext
 from tests.hostile.files import FILES, VALID, write
+from tests.iterators.ranks import run_ranks
 
 
 def save(folder, name, **tensors):
@@ -270,6 +271,18 @@ def test_files_are_opened_when_they_are_read(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before + 1
         tensors.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def shows_progress(rank: int) -> bool:
+    """On a rank that knows no more than its process group."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return is_local_rank_0()
+
+
+def test_progress_of_a_process_group_is_its_first_ranks():
+    """Where nobody says which ranks share a node."""
+    assert [rank.value for rank in run_ranks(shows_progress, 2)] == [True, False]
 
 
 def test_tally_counts_shows_and_records(tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from raywl import weight_utils
 from raywl.checkpoint.dtypes import TORCH_NAMES
+from raywl.errors import CorruptFileError
 from raywl.iterators import safetensors as module
 from raywl.node import page_cache
 from raywl.types import ParallelContext
@@ -110,6 +111,15 @@ def test_prefetch_that_was_asked_for(prefetches, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="90 %"):
         list(weight_utils.safetensors_weights_iterator(paths, False, "prefetch"))
     assert len(prefetches) == 2
+
+
+def test_nothing_is_prefetched_of_damaged_files(prefetches, tmp_path):
+    """C80: an incomplete download is told before minutes are spent on it."""
+    paths = write(many_files(3), tmp_path, "safetensors")
+    os.truncate(paths[0], os.path.getsize(paths[0]) - 1)
+    with pytest.raises(CorruptFileError, match="short by 1"):
+        next(weight_utils.safetensors_weights_iterator(paths, False, "prefetch"))
+    assert prefetches == []
 
 
 def test_prefetch_ends_with_its_consumer(prefetches, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from raywl.checkpoint.dtypes import torch_itemsize
-from raywl.checkpoint.header import MAX_HEADER_BYTES
 from raywl.checkpoint.manifest import Manifest
 from raywl.errors import CheckpointError
 from raywl.locks import atomic_writer
@@ -22,12 +20,12 @@ from raywl.readers.memory import bytes_of, int_dtype
 from raywl.saving.pieces import Place, Whole
 from raywl.sources.local import LocalSource
 from raywl.types import ParallelContext
+from raywl.writing.headers import header_bytes
 
 __all__ = ["Held", "Part", "read_part", "write_part", "write_whole"]
 
 _KEY = "raywl_save"
 _CHUNK_BYTES = 16 << 20
-_ALIGNMENT = 8
 
 
 class Held:
@@ -100,7 +98,7 @@ def write_part(
     }
     tensors = {names[i]: Whole("U8", (pieces[i][0].nbytes,)) for i in order}
     with atomic_writer(path, "w+b") as file:
-        file.write(_header(tensors, {_KEY: json.dumps(facts)}, path))
+        file.write(header_bytes(tensors, path, {_KEY: json.dumps(facts)}))
         for i in order:
             for chunk in _chunks(pieces[i][1]):
                 file.write(bytes_of(chunk))
@@ -137,7 +135,7 @@ def write_whole(path: str, wholes: Mapping[str, Whole], sources: Sequence[Held |
         OSError: The file can't be written.
     """
     order = sorted(wholes, key=lambda name: -torch_itemsize(wholes[name].dtype))
-    header = _header({name: wholes[name] for name in order}, {"format": "pt"}, path)
+    header = header_bytes({name: wholes[name] for name in order}, path)
     ends = list(accumulate((wholes[name].nbytes for name in order), initial=len(header)))
     with atomic_writer(path, "w+b") as file:
         file.write(header)
@@ -198,22 +196,6 @@ class _Filling:
             raise CheckpointError(
                 self._where, self._name, f"the ranks hold {filled} of its {self._nbytes} bytes"
             )
-
-
-def _header(tensors: Mapping[str, Whole], metadata: Mapping[str, str], path: str) -> bytes:
-    header: dict[str, object] = {"__metadata__": metadata}
-    position = 0
-    for name, whole in tensors.items():
-        end = position + whole.nbytes
-        header[name] = {"dtype": whole.dtype, "shape": whole.shape, "data_offsets": [position, end]}
-        position = end
-    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % _ALIGNMENT)
-    if len(raw) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            path, None, f"{len(tensors)} tensors take a header of {len(raw)} bytes: too long"
-        )
-    return struct.pack("<Q", len(raw)) + raw
 
 
 def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +10,7 @@ import torch
 
 from raywl.checkpoint import Manifest, TensorEntry
 from raywl.checkpoint.dtypes import TORCH_ONLY, torch_itemsize, torch_name
-from raywl.checkpoint.header import MAX_HEADER_BYTES, FileHeader
+from raywl.checkpoint.header import FileHeader
 from raywl.checkpoint.manifest import read_one
 from raywl.errors import CheckpointError, CorruptFileError, some_of
 from raywl.plan import Read
@@ -22,6 +20,7 @@ from raywl.readers.whole import read_whole, reads_of
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import FORMATS
 from raywl.verifying import Checksums
+from raywl.writing.headers import METADATA, header_bytes
 
 __all__ = [
     "METADATA",
@@ -35,11 +34,7 @@ __all__ = [
     "write_file",
 ]
 
-METADATA = {"format": "pt"}
-"""The metadata of the files, as other writers have it and some readers want it."""
-
 _CHECK_BYTES = 16 << 20
-_ALIGNMENT = 8
 
 
 class TensorReader:
@@ -144,7 +139,7 @@ def write_file(
     """
     tensors = reader.manifest.tensors
     order = sorted(names, key=lambda name: -torch_itemsize(tensors[name].dtype))
-    header = _header(order, tensors, path)
+    header = header_bytes({name: tensors[name] for name in order}, path)
     with open(path, "xb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))
         for name in order:
@@ -153,24 +148,6 @@ def write_file(
             if on_bytes is not None:
                 on_bytes(raw.numel())
         os.fsync(file.fileno())
-
-
-def _header(order: Sequence[str], tensors: Mapping[str, TensorEntry], path: str) -> bytes:
-    header: dict[str, object] = {"__metadata__": METADATA}
-    position = 0
-    for name in order:
-        entry = tensors[name]
-        header[name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": [position, position + entry.nbytes],
-        }
-        position += entry.nbytes
-    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % _ALIGNMENT)
-    if len(raw) > MAX_HEADER_BYTES:
-        raise CheckpointError(path, None, f"{len(order)} tensors take a header of {len(raw)} bytes: too long")
-    return struct.pack("<Q", len(raw)) + raw
 
 
 def _write_all(fd: int, data: memoryview) -> None:

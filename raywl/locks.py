@@ -54,7 +54,10 @@ def get_lock(
     Raises:
         LockError: The folder can't be made, or somebody else owns what should be this user's.
     """
-    folder = os.path.expanduser(os.fsdecode(tempfile.gettempdir() if cache_dir is None else cache_dir))
+    # Absolute, since it may be taken after a change of the current folder.
+    folder = os.path.abspath(
+        os.path.expanduser(os.fsdecode(tempfile.gettempdir() if cache_dir is None else cache_dir))
+    )
     try:
         os.makedirs(folder, exist_ok=True)
         if os.stat(folder).st_mode & stat.S_ISVTX:

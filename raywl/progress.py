@@ -32,6 +32,9 @@ def make_progress(progress: bool | Progress | None) -> Progress | None:
     if progress is None or progress is False:
         return None
     if progress is True:
+        if sys.stderr is None:
+            # A process without a terminal may have none.
+            return None
         return _Bar(sys.stderr) if sys.stderr.isatty() else _Lines(sys.stderr)
     if not callable(progress):
         raise TypeError(f"progress must be True, None or a callable, not {type(progress).__name__}")

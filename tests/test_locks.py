@@ -122,6 +122,17 @@ def test_the_system_folder_is_the_default(tmp_path, monkeypatch):
     assert get_lock("org/name").lock_file.startswith(str(tmp_path))
 
 
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    """Two processes that work in different folders by then must still mean one lock."""
+    monkeypatch.chdir(tmp_path)
+    lock = get_lock("org/model", "locks")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with lock:
+        assert os.listdir(".") == []
+        assert os.path.dirname(lock.lock_file) == str(tmp_path / "locks")
+
+
 def test_a_lock_excludes_and_is_a_filelock(tmp_path):
     first, second = get_lock("org/name", tmp_path), get_lock("org/name", tmp_path)
     assert isinstance(first, filelock.BaseFileLock)

@@ -91,6 +91,12 @@ def test_threads_report_at_once(capsys):
     assert capsys.readouterr().err.count("100 %") == 1
 
 
+def test_a_process_without_standard_error_shows_nothing(monkeypatch):
+    """Services are started so."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert make_progress(True) is None
+
+
 def test_a_terminal_gets_a_bar_that_closes():
     """A real terminal pair: the bar redraws one line, and ends it."""
     script = (

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from raywl.checkpoint.index import check_present, choose_files, parse_index
 from raywl.checkpoint.manifest import FileEntry, read_one
@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _HEADER_THREADS = 8
 
+File = TypeVar("File", bound=str | os.PathLike[str])
+
 
 class NameMapper(Protocol):
     """What turns a checkpoint's names into a model's; `raywl.remap.mapper.WeightsMapper` is one."""
@@ -50,8 +52,8 @@ class PrefixRules(Protocol):
 
 
 def filter_duplicate_safetensors_files(
-    hf_weights_files: Sequence[str], hf_folder: str, index_file: str
-) -> list[str]:
+    hf_weights_files: Iterable[File], hf_folder: str | os.PathLike[str], index_file: str
+) -> list[File]:
     """Leaves out files that the folder's index doesn't name, such as copies in another naming.
 
     An index that names nothing counts as none. Files that it names and that are there, but not in the list,
@@ -70,15 +72,17 @@ def filter_duplicate_safetensors_files(
         CheckpointError: An entry of the index leads outside the folder.
         CorruptFileError: The index is damaged.
         SourceError: The index can't be read.
+        TypeError: `hf_weights_files` is one path.
     """
+    files = _as_files(hf_weights_files)
     weight_map = _read_weight_map(hf_folder, index_file)
     if not weight_map:
-        return list(hf_weights_files)
+        return files
     named = choose_files((), weight_map)
     places = {_location(os.path.join(hf_folder, name)): name for name in named}
     present = [name for name in named if os.path.isfile(os.path.join(hf_folder, name))]
     check_present(os.fspath(hf_folder), named, present)
-    kept = [(file, place) for file in hf_weights_files if (place := _location(file)) in places]
+    kept = [(file, place) for file in files if (place := _location(file)) in places]
     given = {place for _, place in kept}
     if omitted := [name for place, name in places.items() if place not in given]:
         warnings.warn(
@@ -89,7 +93,7 @@ def filter_duplicate_safetensors_files(
     return [file for file, _ in kept]
 
 
-def filter_files_not_needed_for_inference(hf_weights_files: Iterable[str]) -> list[str]:
+def filter_files_not_needed_for_inference(hf_weights_files: Iterable[File]) -> list[File]:
     """Leaves out what trainers write beside the weights, and logs which files those were.
 
     Args:
@@ -98,16 +102,19 @@ def filter_files_not_needed_for_inference(hf_weights_files: Iterable[str]) -> li
     Returns:
         Those that end in none of `training_args.bin`, `optimizer.bin`, `optimizer.pt`, `scheduler.pt` and
         `scaler.pt`, in the order given.
+
+    Raises:
+        TypeError: `hf_weights_files` is one path.
     """
-    files = list(hf_weights_files)
-    if dropped := [file for file in files if file.endswith(TRAINING_FILES)]:
+    files = _as_files(hf_weights_files)
+    if dropped := [name for name in map(os.fsdecode, files) if name.endswith(TRAINING_FILES)]:
         _log.info("left out, as they hold no weights but a trainer's state: %s", some_of(dropped))
-    return [file for file in files if not file.endswith(TRAINING_FILES)]
+    return [file for file in files if not os.fsdecode(file).endswith(TRAINING_FILES)]
 
 
 def filter_safetensors_files_by_weight_name(
-    hf_weights_files: Sequence[str], is_unused_weight: Callable[[str], bool]
-) -> list[str]:
+    hf_weights_files: Iterable[File], is_unused_weight: Callable[[str], bool]
+) -> list[File]:
     """Leaves out files that hold nothing but unused weights, judged by their headers alone.
 
     Args:
@@ -122,15 +129,15 @@ def filter_safetensors_files_by_weight_name(
         CheckpointError: A tensor has a dtype that torch has no type for.
         CorruptFileError: A header is damaged.
         SourceError: A file can't be read.
+        TypeError: `hf_weights_files` is one path.
     """
+    files = _as_files(hf_weights_files)
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        names = list(pool.map(_tensor_names, hf_weights_files))
+        names = list(pool.map(_tensor_names, files))
     kept = [
-        file
-        for file, tensors in zip(hf_weights_files, names, strict=True)
-        if not all(map(is_unused_weight, tensors))
+        file for file, tensors in zip(files, names, strict=True) if not all(map(is_unused_weight, tensors))
     ]
-    return kept or list(hf_weights_files)
+    return kept or files
 
 
 def resolve_mm_encoder_only_lm_prefixes(
@@ -167,13 +174,13 @@ def resolve_mm_encoder_only_lm_prefixes(
 
 
 def filter_mm_encoder_only_safetensors_files(
-    hf_weights_files: Sequence[str],
-    hf_folder: str,
+    hf_weights_files: Iterable[File],
+    hf_folder: str | os.PathLike[str],
     index_file: str,
     language_model_prefixes: Iterable[str] | str,
     *,
     weights_mapper: NameMapper | None = None,
-) -> list[str]:
+) -> list[File]:
     """Leaves out files that hold language-model weights alone, by the index, for the encoders of a model.
 
     A weight whose name the mapper drops doesn't count as a language-model one. That no file is left is a
@@ -197,25 +204,27 @@ def filter_mm_encoder_only_safetensors_files(
         CorruptFileError: The index is damaged.
         MissingFileError: The index is a link that leads nowhere.
         SourceError: The index can't be read.
+        TypeError: `hf_weights_files` is one path.
     """
+    files = _as_files(hf_weights_files)
     weight_map = _read_weight_map(hf_folder, index_file)
     if weight_map is None:
         warnings.warn(
             f"{hf_folder}: there is no {index_file} to tell the language model's files by: all are read",
             stacklevel=2,
         )
-        return list(hf_weights_files)
+        return files
     prefixes = tuple(f"{prefix.removesuffix('.')}." for prefix in _as_names(language_model_prefixes))
     mixed: dict[str, bool] = {}
     for name, entry in weight_map.items():
         if not mixed.get(entry, False):
             new = name if weights_mapper is None else weights_mapper.map_name(name)
             mixed[entry] = new is None or not _is_below(new, prefixes)
-    entries = _entries_of(hf_weights_files, hf_folder, mixed)
-    kept = [file for file, entry in zip(hf_weights_files, entries, strict=True) if mixed.get(entry, True)]
-    if hf_weights_files and not kept:
+    entries = _entries_of(files, hf_folder, mixed)
+    kept = [file for file, entry in zip(files, entries, strict=True) if mixed.get(entry, True)]
+    if files and not kept:
         warnings.warn(
-            f"{hf_folder}: all {len(hf_weights_files)} files hold language-model weights alone, none is left",
+            f"{hf_folder}: all {len(files)} files hold language-model weights alone, none is left",
             stacklevel=2,
         )
     return kept
@@ -226,28 +235,37 @@ def _as_names(names: Iterable[str] | str) -> Iterable[str]:
     return (names,) if isinstance(names, str) else names
 
 
+def _as_files(files: Iterable[File]) -> list[File]:
+    """A list of its own, as what is given may be an iterator; its members as they are."""
+    if isinstance(files, str | bytes | os.PathLike):
+        raise TypeError(f"hf_weights_files must be a list of paths, not the one path {files!r}")
+    return list(files)
+
+
 def _is_below(name: str, prefixes: tuple[str, ...]) -> bool:
     return f"{name}." in prefixes or name.startswith(prefixes)
 
 
-def _location(path: str) -> str:
+def _location(path: str | os.PathLike[str]) -> str:
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
-def _entries_of(files: Sequence[str], folder: str, entries: Iterable[str]) -> list[str]:
+def _entries_of(
+    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str], entries: Iterable[str]
+) -> list[str]:
     """For each file the index's entry, `""` where there is none."""
     places = {_location(os.path.join(folder, entry)): entry for entry in entries}
     bare = {entry for entry in places.values() if not os.path.lexists(os.path.join(folder, entry))}
-    times = Counter(map(os.path.basename, files))
+    times = Counter(os.path.basename(file) for file in files)
 
-    def entry_of(file: str) -> str:
+    def entry_of(file: str | os.PathLike[str]) -> str:
         name = os.path.basename(file)
         return places.get(_location(file), name if name in bare and times[name] == 1 else "")
 
     return [entry_of(file) for file in files]
 
 
-def _read_weight_map(folder: str, index_file: str) -> dict[str, str] | None:
+def _read_weight_map(folder: str | os.PathLike[str], index_file: str) -> dict[str, str] | None:
     path = os.path.join(folder, index_file)
     if not os.path.lexists(path):
         return None
@@ -263,7 +281,7 @@ def _size(source: LocalSource) -> int:
     return size
 
 
-def _tensor_names(path: str) -> Iterable[str]:
+def _tensor_names(path: str | os.PathLike[str]) -> Iterable[str]:
     folder, name = os.path.split(path)
-    source = LocalSource(path, folder, name)
+    source = LocalSource(os.fspath(path), folder, name)
     return read_one(source, FileEntry(name, _size(source))).tensors

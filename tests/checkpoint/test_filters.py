@@ -376,6 +376,34 @@ class TestEncoderOnly:
             self.filter(tmp_path, {"x": "../a"}, ["a"])
 
 
+FILTERS = [
+    lambda files, folder: filter_duplicate_safetensors_files(files, folder, INDEX),
+    lambda files, folder: filter_files_not_needed_for_inference(files),
+    lambda files, folder: filter_safetensors_files_by_weight_name(files, lambda name: name == "c"),
+    lambda files, folder: filter_mm_encoder_only_safetensors_files(files, folder, INDEX, ["lm."]),
+]
+"""None of them leaves out an indexed file of these folders."""
+FILTER_IDS = ["duplicate", "not needed", "weight name", "encoder only"]
+
+
+@pytest.mark.parametrize("run", FILTERS, ids=FILTER_IDS)
+@pytest.mark.parametrize(
+    "of_kind", [list, tuple, iter, dict.fromkeys], ids=["list", "tuple", "iterator", "keys"]
+)
+@pytest.mark.parametrize("path", [str, Path])
+def test_files_of_any_kind(folder, run, of_kind, path):
+    """An iterator, which gives its files once, is read to its end; paths come back as they were."""
+    files = [path(os.path.join(folder, name)) for name in (TWO, ONE)]
+    assert run(of_kind(files), path(folder)) == files
+
+
+@pytest.mark.parametrize("run", FILTERS, ids=FILTER_IDS)
+@pytest.mark.parametrize("path", [str, Path, os.fsencode])
+def test_one_path_is_no_list(folder, run, path):
+    with pytest.raises(TypeError, match="a list of paths, not the one path"):
+        run(path(os.path.join(folder, ONE)), folder)
+
+
 def test_inputs_are_left_alone(folder):
     """Lists come back as lists of their own."""
     shutil.rmtree(folder)

@@ -160,8 +160,17 @@ class LoopCalls:
         nbytes: int,
         stall_s: float,
         stop: threading.Event,
+        content: Any = None,
     ) -> Generator[bytes, None, None]:
         """At most `nbytes` of a stream, in blocks of about 1 MiB or 1 s.
+
+        Args:
+            read: Gives some bytes, at most as many as it is told; none at the end.
+            close: Closes it.
+            nbytes: How many are wanted.
+            stall_s: How long to wait for the next one.
+            stop: Ends it when set.
+            content: aiohttp's stream that `read` reads of, if it is one.
 
         Raises:
             TimeoutError: Nothing came for `stall_s`.
@@ -169,7 +178,7 @@ class LoopCalls:
         """
         try:
             while nbytes:
-                block, error = self.call(_block(read, min(_BLOCK_BYTES, nbytes), stall_s), stop)
+                block, error = self.call(_block(read, min(_BLOCK_BYTES, nbytes), stall_s, content), stop)
                 if block:
                     nbytes -= len(block)
                     yield block
@@ -183,7 +192,7 @@ class LoopCalls:
 
 
 async def _block(
-    read: Callable[[int], Awaitable[bytes]], nbytes: int, stall_s: float
+    read: Callable[[int], Awaitable[bytes]], nbytes: int, stall_s: float, content: Any
 ) -> tuple[bytes, Exception | None]:
     """What comes of a stream, and what ended it after that: what has come isn't lost by what comes then."""
     pieces: list[bytes] = []
@@ -207,8 +216,16 @@ async def _block(
             pieces.append(piece)
             size += len(piece)
     except Exception as error:
-        return b"".join(pieces), error
+        return (b"".join(pieces) + _received(content))[:nbytes], error
     return b"".join(pieces), None
+
+
+def _received(content: Any) -> bytes:
+    """What had come before a connection broke, which aiohttp's stream gives nobody any more."""
+    try:
+        return b"".join(content._buffer)[content._buffer_offset :]
+    except (AttributeError, TypeError):
+        return b""
 
 
 class FsspecRemote:

@@ -133,7 +133,9 @@ class S3Remote(FsspecRemote):
             )
         done = start
         with self._said(f"download of {file.name}", transient=True):
-            for block in self._calls.blocks(body.read, body.close, end - start, self._limits.stall_s, stop):
+            content = getattr(getattr(body, "_raw_stream", body), "content", None)
+            stall_s = self._limits.stall_s
+            for block in self._calls.blocks(body.read, body.close, end - start, stall_s, stop, content):
                 done += len(block)
                 yield block
         if done != end:

@@ -168,7 +168,7 @@ class WebRemote(FsspecRemote):
             )
         with self._said(f"download of {file.name}", transient=True):
             for block in self._calls.blocks(
-                answer.content.read, answer.close, end - position, self._limits.stall_s, stop
+                answer.content.read, answer.close, end - position, self._limits.stall_s, stop, answer.content
             ):
                 first, position = position, position + len(block)
                 if position > start:

@@ -168,9 +168,9 @@ def _survey(source: Source, patterns: tuple[str, ...]) -> _Survey:
         # Where the index is damaged, the weights may well be elsewhere.
         found.problems += [str(error)] if found.index_read else []
     _find_files(source, found)
-    if not weight_map and not patterns and source.only is None:
+    if not weight_map and source.only is None:
         try:
-            check_numbered(source, found.names)
+            check_numbered(source, found.names, patterns)
         except MissingFileError as error:
             found.problems += problems_of(error)
     _read_headers(source, found)

@@ -14,6 +14,7 @@ from raywl.sources.selection import (
     INDEX_NAME,
     SAFETENSORS,
     WeightFormat,
+    allowed_names,
     missing_numbered_files,
     numbered_set,
     own_files,
@@ -100,13 +101,18 @@ def _total_size(metadata: Any) -> int | None:
 
 
 def choose_files(
-    names: Iterable[str], weight_map: dict[str, str] | None, format: WeightFormat = SAFETENSORS
+    names: Iterable[str],
+    weight_map: dict[str, str] | None,
+    format: WeightFormat = SAFETENSORS,
+    allow_patterns: Sequence[str] = (),
 ) -> list[str]:
     """The weight files of a folder, in natural order.
 
-    An index with entries decides alone. Without one, the folder's own of the format.
+    An index with entries decides alone, unless patterns mean none of its files. Without one, the folder's
+    own of the format.
     """
-    files = set(weight_map.values()) if weight_map else own_files(names, format)
+    indexed = allowed_names(set((weight_map or {}).values()), allow_patterns)
+    files = indexed or own_files(names, format, allow_patterns)
     return sorted(files, key=lambda name: (natural_sort_key(name), name))
 
 

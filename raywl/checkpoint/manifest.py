@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from raywl.sources.selection import (
     SAFETENSORS,
     TORCH,
     WeightFormat,
+    allowed_names,
     expected_header_bytes,
     format_of,
     is_leftover,
@@ -230,8 +230,8 @@ def find_weights(source: Source, patterns: tuple[str, ...] = ()) -> Weights:
     names, weight_map = choose(source, listed, index, patterns, format)
     there = [name for name in names if source.size(name) is not None]
     check_present(root(source), names, there, _why_absent(source))
-    if not weight_map and not patterns and source.only is None:
-        check_numbered(source, names)
+    if not weight_map and source.only is None:
+        check_numbered(source, names, patterns)
     return Weights(listed, format, index, names, weight_map)
 
 
@@ -299,9 +299,11 @@ def choose(
         CheckpointError: There are none.
     """
     weight_map = index and index.weight_map
-    names = [source.only] if source.only is not None else choose_files(listed, weight_map, format)
+    if source.only is not None:
+        names = allowed_names([source.only], patterns)
+    else:
+        names = choose_files(listed, weight_map, format, patterns)
     if patterns:
-        names = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
         chosen = set(names)
         weight_map = weight_map and {t: f for t, f in weight_map.items() if f in chosen}
     if not names:
@@ -309,9 +311,12 @@ def choose(
     return names, weight_map
 
 
-def check_numbered(source: Source, names: list[str]) -> None:
-    """Raises `MissingFileError` where numbered sets among `names` lack files."""
+def check_numbered(source: Source, names: list[str], patterns: Sequence[str] = ()) -> None:
+    """Raises `MissingFileError` where numbered sets among `names` lack files that patterns ask for."""
     count, missing = missing_numbered_files(names)
+    if patterns:
+        missing = allowed_names(missing, patterns)
+        count = len(missing)
     if count:
         lacking = f"a numbered set lacks {_files(count)} ({_why_absent(source)})"
         raise MissingFileError(root(source), missing, lacking)

@@ -19,6 +19,7 @@ __all__ = [
     "TRAINING_FILES",
     "WEIGHT_SUFFIXES",
     "WeightFormat",
+    "allowed_names",
     "companions",
     "expected_header_bytes",
     "folder_names",
@@ -111,14 +112,20 @@ def weight_files(
         allow_patterns: Only files that match one of these; all when empty.
 
     Returns:
-        Exactly the index's files, else the folder's own of the format that counts.
+        Exactly the index's files, else the folder's own of the format that counts. Patterns that mean none
+        of the index's files (`consolidated*`) are for the folder's own, too.
     """
-    chosen = sorted(indexed) if indexed else own_files(names, format_of(names, allow_patterns))
-    return [name for name in chosen if _is_allowed(name, allow_patterns)]
+    chosen = allowed_names(sorted(indexed or ()), allow_patterns)
+    return chosen or own_files(names, format_of(names, allow_patterns), allow_patterns)
 
 
-def _is_allowed(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def allowed_names(names: Iterable[str], allow_patterns: Sequence[str]) -> list[str]:
+    """Those of `names` that one of the patterns matches; all where there are no patterns."""
+    return [
+        name
+        for name in names
+        if not allow_patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in allow_patterns)
+    ]
 
 
 def format_of(names: Collection[str], allow_patterns: Sequence[str] = ()) -> WeightFormat:
@@ -133,8 +140,7 @@ def format_of(names: Collection[str], allow_patterns: Sequence[str] = ()) -> Wei
     """
     found = []
     for format in FORMATS:
-        has_files = any(_is_allowed(name, allow_patterns) for name in own_files(names, format))
-        if has_files or (format.index_name in names and not allow_patterns):
+        if own_files(names, format, allow_patterns) or (format.index_name in names and not allow_patterns):
             return format
         # The index may name files of sub-folders, which the patterns may be for.
         found += [format] * (format.index_name in names)
@@ -155,13 +161,15 @@ def expected_header_bytes(weight_map: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def own_files(names: Iterable[str], format: WeightFormat) -> list[str]:
+def own_files(names: Iterable[str], format: WeightFormat, allow_patterns: Sequence[str] = ()) -> list[str]:
     """A folder's weight files of one format, where no index says which they are.
 
-    Copies in another naming (`consolidated*.safetensors`), other things (`tokenizer.bin`) beside
-    `pytorch_model*.bin`, and what a trainer left are no weights.
+    Copies in another naming (`consolidated*.safetensors`) beside the others, other things (`tokenizer.bin`)
+    beside `pytorch_model*.bin`, and what a trainer left are no weights. Patterns choose first: those that
+    mean the copies alone get them.
     """
-    found = sorted(name for name in names if name.endswith(format.suffixes) and "/" not in name)
+    named = allowed_names(names, allow_patterns)
+    found = sorted(name for name in named if name.endswith(format.suffixes) and "/" not in name)
     if format is SAFETENSORS:
         return [name for name in found if not name.startswith("consolidated")] or found
     found = [name for name in found if not is_leftover(name)]

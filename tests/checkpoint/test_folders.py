@@ -7,8 +7,10 @@ import pytest
 
 from raywl.checkpoint import Manifest
 from raywl.checkpoint.index import missing_numbered_files, natural_sort_key
-from raywl.errors import CheckpointError, NotFoundError
+from raywl.errors import CheckpointError, MissingFileError, NotFoundError
 from raywl.sources import resolve
+from raywl.sources.selection import weight_files
+from raywl.verifying import verify_source
 from tests.hostile.folders import FOLDERS, GOOD, INDEX, ONE, TWO, HostileFolder, index, tensors, write
 
 
@@ -90,6 +92,43 @@ def test_patterns_choose(tmp_path):
     assert list(Manifest.read(resolve(tmp_path), ["*00001*"]).tensors) == ["a"]
     with pytest.raises(CheckpointError, match=ONE):
         Manifest.read(resolve(tmp_path), ["consolidated*"])
+
+
+HF = "model.layers.0.self_attn.q_proj.weight"
+MISTRAL = "layers.0.attention.wq.weight"
+
+
+@pytest.mark.parametrize("copy", ["consolidated.safetensors", "consolidated-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_patterns_choose_between_two_namings(copy, indexed, tmp_path):
+    """Two copies of a model under different names: the one that others read, or the other if asked for."""
+    name = "model-00001-of-00001.safetensors"
+    files = {copy: tensors(MISTRAL), name: tensors(HF)} | ({INDEX: index({HF: name})} if indexed else {})
+    source = resolve(write(files, tmp_path))
+    for patterns in ((), "*.safetensors", "model*", ["*.safetensors", "consolidated*"]):
+        assert list(Manifest.read(source, patterns).tensors) == [HF]
+    for patterns in ("consolidated*.safetensors", [copy]):
+        found = Manifest.read(source, patterns)
+        assert (list(found.tensors), [file.name for file in found.files]) == ([MISTRAL], [copy])
+        assert weight_files(list(files), [name] if indexed else None, found.allow_patterns) == [copy]
+
+
+def test_patterns_choose_among_torch_files(tmp_path):
+    """What stands behind others without patterns is found by its name."""
+    names = ["pytorch_model.bin", "consolidated.00.pth", "optimizer.pt"]
+    assert weight_files(names, None) == ["pytorch_model.bin"]
+    assert weight_files(names, None, ["*.pth"]) == ["consolidated.00.pth"]
+    assert weight_files(names, None, ["*.pt"]) == []
+
+
+def test_a_numbered_set_that_patterns_ask_for_is_whole(tmp_path):
+    """What is missing of it is named, as long as it was asked for."""
+    one, two = "consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors"
+    source = resolve(write({one: tensors("a"), "model.safetensors": tensors("b")}, tmp_path))
+    assert list(Manifest.read(source, "*-00001-*").tensors) == ["a"]
+    with pytest.raises(MissingFileError, match=two):
+        Manifest.read(source, "consolidated*")
+    assert any(two in problem for problem in verify_source(source, "consolidated*").problems)
 
 
 def test_unindexed_tensors_are_reported(tmp_path):

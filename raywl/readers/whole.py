@@ -8,6 +8,7 @@ import torch
 
 from raywl.checkpoint import TensorEntry
 from raywl.checkpoint.dtypes import torch_dtype, torch_name, torch_shape
+from raywl.node.memory import want_huge_pages
 from raywl.plan import copy_of_box
 from raywl.plan.copies import Copy, contiguous_strides, itemsize_of
 from raywl.plan.reads import WINDOW_BYTES, Read, schedule
@@ -19,6 +20,8 @@ BATCH_BYTES = WINDOW_BYTES
 """Tensors are read together up to this size, which is one read where they are neighbours."""
 
 _BATCH_TENSORS = 4096
+_HUGE_BYTES = 32 << 20
+"""glibc gives so much, and more, from a mapping of its own, which goes with it."""
 _DISCARD = ""
 """Target of bytes that nobody wants; a tensor by this name has another."""
 
@@ -117,4 +120,7 @@ def read_whole(
 def _empty(entry: TensorEntry) -> torch.Tensor:
     # On the CPU even where models are made, under `with torch.device("meta")`.
     shape = torch_shape(entry.dtype, entry.shape)
-    return torch.empty(shape, dtype=torch_dtype(entry.dtype), device="cpu")
+    tensor = torch.empty(shape, dtype=torch_dtype(entry.dtype), device="cpu")
+    if entry.nbytes >= _HUGE_BYTES:
+        want_huge_pages(tensor.data_ptr(), entry.nbytes)
+    return tensor

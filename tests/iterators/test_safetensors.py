@@ -214,6 +214,15 @@ def test_lazy_reads_as_it_is_asked(reads, tmp_path):
     assert len(reads) == 1
 
 
+def test_a_tensor_as_large_as_a_mapping_of_its_own(tmp_path):
+    """It may lie on huge pages; its bytes are the same."""
+    given = {"a": torch.arange(9 << 20, dtype=torch.int32), "b": torch.ones(3)}
+    save_file(given, tmp_path / "m.safetensors")
+    for strategy in ("lazy", "eager"):
+        found = dict(weight_utils.safetensors_weights_iterator([tmp_path / "m.safetensors"], False, strategy))
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+
+
 def test_eager_reads_in_the_order_of_bytes(reads, tmp_path):
     """C83: the order of bytes for speed, the order of names for everybody."""
     names = [f"t{i}" for i in (5, 3, 9, 1, 7)]

@@ -3,10 +3,11 @@
 import platform
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
-from raywl.node.memory import available_ram_bytes, give_back_freed, group_allowances
+from raywl.node.memory import available_ram_bytes, give_back_freed, group_allowances, want_huge_pages
 
 NO_LIMIT = 9223372036854771712
 ROW = "31 23 0:28 {root} {path} rw,relatime shared:9 - {kind} {kind} rw{options}\n"
@@ -150,3 +151,15 @@ def test_freed_memory_goes_back():
     kept = bytearray(b"x") * 1000
     assert give_back_freed() is (platform.libc_ver()[0] == "glibc")
     assert kept == b"x" * 1000
+
+
+def test_huge_pages_are_only_advice():
+    """What is there stays, at any address and length; memory that isn't there is no error."""
+    raw = np.zeros(8 << 20, dtype=np.uint8)
+    raw[:] = 7
+    address = raw.ctypes.data
+    for start, length in ((0, raw.nbytes), (1, raw.nbytes - 1), (5000, 3), (0, 0), (4097, 100_000)):
+        assert want_huge_pages(address + start, length) in (True, False)
+    assert not want_huge_pages(address, 100)
+    assert (raw == 7).all()
+    assert not want_huge_pages(1 << 60, 1 << 21)

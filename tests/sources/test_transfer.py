@@ -100,7 +100,7 @@ def test_a_source_is_given_its_time(monkeypatch):
         ("", None),
         ("7", 7.0),
         ("soon", None),
-        (email.utils.formatdate(time.time() - 60, usegmt=True), 0.0),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0),
     ],
 )
 def test_headers_that_ask_for_time(header, seconds):

@@ -112,14 +112,22 @@ def composed_weight_loader(
     """A loader that runs `loader` and then sets the parameter to `fn(param)`.
 
     The composed loader passes what else it is called with to `loader`, and raises `ShapeMismatchError`
-    when `fn` gives another shape.
+    when `fn` gives another shape, and `TypeError` when it gives no tensor. What it gives may be a view of the
+    parameter, such as its transpose.
     """
 
     def load_then_apply(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loader(param, loaded_weight, *args, **kwargs)
         with torch.no_grad():
             result = fn(param)
-        check_shape(weight_name(loaded_weight), param.shape, result, "the function gave another shape")
-        param.data.copy_(result)
+        name = weight_name(loaded_weight)
+        if not isinstance(result, torch.Tensor):
+            where = "" if name is None else f"{name}: "
+            raise TypeError(f"{where}the function gave {result!r}, not the parameter's new values")
+        check_shape(name, param.shape, result, "the function gave another shape")
+        if result.untyped_storage()._cdata == param.untyped_storage()._cdata:
+            # The parameter's own memory, perhaps in another order.
+            result = result.clone()
+        copy_checked(param.data, result, name)
 
     return load_then_apply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -100,7 +101,7 @@ class ExpertLoader:
                 needs `intermediate_size`.
 
         Raises:
-            ValueError: No experts, a map of another length, or a size below 1.
+            ValueError: No experts, a map of another length or with a place twice, or a size below 1.
         """
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
@@ -115,6 +116,9 @@ class ExpertLoader:
         self.expert_map = None if expert_map is None else [int(place) for place in expert_map]
         if self.expert_map is not None and len(self.expert_map) != self._num_ids:
             raise ValueError(f"expert_map has {len(self.expert_map)} entries for {self._num_ids} experts")
+        here = [place for place in self.expert_map or () if place >= 0]
+        if twice := sorted(place for place, times in Counter(here).items() if times > 1):
+            raise ValueError(f"expert_map {self.expert_map} puts several experts into one place: {twice}")
         self.transposed, self.interleaved = transposed, interleaved
         self.intermediate_size, self.multiple_of = intermediate_size, multiple_of
 

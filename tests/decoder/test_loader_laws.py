@@ -144,6 +144,31 @@ def test_composed_runs_the_loader_then_the_function():
         composed_weight_loader(default_weight_loader, lambda weight: weight.sum())(param, torch.zeros(2))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [torch.t, lambda w: w.data.t(), lambda w: w.flip(0), lambda w: w, lambda w: w.data.mul_(2), torch.neg],
+    ids=["transpose", "data", "flipped", "itself", "in place", "new"],
+)
+def test_composed_with_a_function_that_gives_the_parameters_own_memory(fn):
+    param = unset(3, 3)
+    address = param.data_ptr()
+    composed_weight_loader(default_weight_loader, fn)(param, numbered(3, 3))
+    assert torch.equal(param, fn(numbered(3, 3)))
+    assert param.data_ptr() == address
+
+
+def test_composed_copies_byte_coded_dtypes_as_bits():
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float8_e8m0fnu), requires_grad=False)
+    loader = composed_weight_loader(default_weight_loader, lambda weight: weight.view(torch.uint8) + 1)
+    loader(param, torch.tensor([126, 3], dtype=torch.uint8))
+    assert param.view(torch.uint8).tolist() == [127, 4]
+
+
+def test_composed_with_a_function_that_gives_nothing():
+    with pytest.raises(TypeError, match="gave None"):
+        composed_weight_loader(default_weight_loader, lambda weight: None)(unset(2), torch.zeros(2))
+
+
 def test_ranks_come_from_the_context_else_are_alone():
     assert (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()) == (0, 1)
     with tp(3, 4):
@@ -474,6 +499,8 @@ def test_experts_refuse_what_does_not_fit():
         ExpertLoader(2, [0, -1])(w2, numbered(3, 4), "experts.w2_weight", "w2", 0)
     with pytest.raises(ValueError, match="3 entries for 2 experts"):
         ExpertLoader(2, [0, 1, -1])
+    with pytest.raises(ValueError, match=r"several experts into one place: \[0, 1\]"):
+        ExpertLoader(6, [0, 0, 1, 1, -1, -1])
     assert w13.isnan().all()
     assert w2.isnan().all()
 

@@ -17,7 +17,8 @@ __all__ = [
     "should_skip_weight",
 ]
 
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+# Python refuses to read numbers of thousands of digits, which no expert has.
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,18})\.")
 _HEAVY = (".weight", ".weight_packed", ".qweight")
 
 

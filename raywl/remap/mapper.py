@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
+
+from raywl.errors import some_of
 
 __all__ = ["AppliedRule", "WeightsMapper"]
 
@@ -34,7 +37,8 @@ class WeightsMapper:
 
     Each rule of a kind is tried in the order given, and all that match apply. The value `None` drops
     the names that the rule matches. `a | b` has the rules of both; where both have one for the same
-    text, `b` wins. The rules are taken up on first use: what is put into the dicts later isn't seen.
+    text, `b` wins. The rules are taken up on first use: what is put into the dicts later isn't seen, and a
+    rule that is no regular expression, or replaces by groups that it lacks, is a `ValueError` then.
     """
 
     orig_to_new_regex: Rules = field(default_factory=dict)
@@ -59,7 +63,7 @@ class WeightsMapper:
         # Partial functions and no closures, so that a mapper that was used can still be pickled.
         rules: list[tuple[str, str, str | None, Replace]] = []
         for text, new in self.orig_to_new_regex.items():
-            rules.append(("regex", text, new, partial(_replace_regex, re.compile(text), new or "")))
+            rules.append(("regex", text, new, partial(_replace_regex, _compiled(text, new or ""), new or "")))
         for text, new in self.orig_to_new_substr.items():
             rules.append(("substr", text, new, partial(_replace_substr, text, new or "")))
         for text, new in self.orig_to_new_prefix.items():
@@ -109,8 +113,31 @@ class WeightsMapper:
         return [new for name in names if (new := self.map_name(name)) is not None]
 
     def apply_dict(self, values: Mapping[str, T]) -> dict[str, T]:
-        """The mapping under its new names, without those that are dropped."""
-        return dict(self.apply(values.items()))
+        """The mapping under its new names, without those that are dropped.
+
+        Names that become one, of which only the last is kept, are a warning.
+        """
+        renamed: dict[str, T] = {}
+        came_from: dict[str, str] = {}
+        lost = []
+        for name, value in values.items():
+            if (new := self.map_name(name)) is not None:
+                if new in renamed:
+                    lost.append(f"{came_from[new]} and {name} become {new}")
+                renamed[new], came_from[new] = value, name
+        if lost:
+            warnings.warn(f"{len(lost)} names are lost to others: {some_of(lost, 4)}", stacklevel=2)
+        return renamed
+
+
+def _compiled(text: str, new: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+        # Compiles the replacement, too, which otherwise fails at the first name that matches.
+        pattern.sub(new, "")
+    except (re.error, IndexError) as error:
+        raise ValueError(f"rule {text!r} to {new!r}: {error}") from error
+    return pattern
 
 
 # Each gives the new name, or `None` where the rule doesn't match.

@@ -26,6 +26,7 @@ from raywl.remap.experts import (
         ("model.layers.3.mlp.experts.gate_up_proj", None),
         ("model.layers.3.self_attn.q_proj.weight", None),
         ("model.layers.3.mlp.experts.7", None),
+        (f"model.layers.3.mlp.experts.{'9' * 5000}.w1.weight", None),
     ],
 )
 def test_expert_id_of_a_name(name, expert):

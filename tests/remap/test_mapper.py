@@ -1,6 +1,7 @@
 """Rules for names: their order, what they drop, and that they can be told."""
 
 import pickle
+import re
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_of_two_mappers_the_second_wins(kind):
     assert both.apply_list(["a", "b", "c"]) == ["1", "3"]
     assert both.apply_dict({"a": 1, "b": 2, "c": 3}) == {"1": 1, "3": 2}
     assert list(both.apply(iter([("c", 0), ("b", 1)]))) == [("3", 1)]
+
+
+def test_names_that_become_one_in_a_dict_are_named():
+    """Only one of them can be there."""
+    mapper = WeightsMapper(orig_to_new_prefix={"a.": "x.", "b.": "x.", "c.": None})
+    with pytest.warns(UserWarning, match=r"^1 names are lost to others: a\.w and b\.w become x\.w$"):
+        assert mapper.apply_dict({"a.w": 1, "b.w": 2, "c.w": 3, "d.w": 4}) == {"x.w": 2, "d.w": 4}
+
+
+@pytest.mark.parametrize(("text", "new"), [("(", "x"), ("a", r"\1"), ("(a)", r"\g<b>"), ("a", "\\")])
+def test_rules_that_are_no_regular_expressions(text, new):
+    """Said at once, not at the first name that such a rule matches."""
+    with pytest.raises(ValueError, match="rule "):
+        WeightsMapper(orig_to_new_regex={text: new}).map_name("b")
+
+
+def test_a_regular_expression_that_is_compiled():
+    mapper = WeightsMapper(orig_to_new_regex={re.compile("^A", re.IGNORECASE): "b"})
+    assert mapper.map_name("a.a") == "b.a"
 
 
 def test_a_mapper_that_was_used_can_be_pickled():

@@ -255,8 +255,10 @@ def _flush(path: str) -> None:
 
 def _dump_one(path: str, name: str, tensor: torch.Tensor) -> _Row:
     dtype, shape = tensor.dtype, tuple(tensor.shape)
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(path, name, f"is a {type(tensor).__name__} of {dtype}, which no array can hold")
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.is_meta:
+        kind = "tensor without data (on meta)" if tensor.is_meta else type(tensor).__name__
+        raise CheckpointError(path, name, f"is a {kind} of {dtype}, which no array can hold")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if dtype not in _OWN:
         plain = plain.view(-1).view(_UNSIGNED[dtype.itemsize]).view(shape)

@@ -231,5 +231,13 @@ def _needs_code(path: str, name: str) -> CheckpointError:
 def _not_loaded(path: str, error: Exception) -> CheckpointError:
     if (found := _global_of(error)) is not None:
         return _needs_code(path, found)
+    # What was found stands behind advice to run what the file holds.
+    found_out = [
+        line for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()
+    ]
+    reason = f"torch can't load it: {found_out[0].strip() if found_out else type(error).__name__:.300}"
+    if "Unsupported operand" in reason:
+        # Of a pickle protocol that torch.load doesn't read with weights_only=True.
+        return CheckpointError(path, None, f"{reason} (`raywl convert` may read it)")
     kind = CorruptFileError if isinstance(error, pickle.UnpicklingError | EOFError) else CheckpointError
-    return kind(path, None, f"torch can't load it: {str(error).strip().splitlines()[0]:.300}")
+    return kind(path, None, reason)

@@ -20,7 +20,7 @@ from raywl.readers.whole import read_whole, reads_of
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import FORMATS
 from raywl.verifying import Checksums
-from raywl.writing.headers import METADATA, header_bytes
+from raywl.writing.headers import METADATA, RESERVED, header_bytes
 
 __all__ = [
     "METADATA",
@@ -67,8 +67,11 @@ def reading(manifest: Manifest) -> Iterator[TensorReader]:
 
 
 def check_dtypes(manifest: Manifest) -> None:
-    """Raises `CheckpointError` for a tensor of a dtype that safetensors doesn't have."""
+    """Raises `CheckpointError` for a tensor of a dtype, or of the one name, that safetensors doesn't have."""
     for name, entry in manifest.tensors.items():
+        if name == RESERVED:
+            reason = "no tensor of a safetensors file can have this name"
+            raise CheckpointError(manifest.source.label(entry.file), name, reason)
         if entry.dtype in TORCH_ONLY or (entry.dtype == "F4" and not entry.shape):
             shown = f"{torch_name(entry.dtype)} of shape {list(entry.shape)}"
             raise CheckpointError(

@@ -10,10 +10,13 @@ from typing import Protocol
 from raywl.checkpoint.header import MAX_HEADER_BYTES
 from raywl.errors import CheckpointError
 
-__all__ = ["METADATA", "header_bytes"]
+__all__ = ["METADATA", "RESERVED", "header_bytes"]
 
 METADATA = {"format": "pt"}
 """The metadata of the files, as other writers have it and some readers want it."""
+
+RESERVED = "__metadata__"
+"""The one name that a file keeps for itself."""
 
 _ALIGNMENT = 8
 
@@ -45,9 +48,11 @@ def header_bytes(
         metadata: Texts for its readers.
 
     Raises:
-        CheckpointError: It would be longer than the format allows.
+        CheckpointError: It would be longer than the format allows, or a tensor's name isn't allowed there.
     """
-    header: dict[str, object] = {"__metadata__": metadata}
+    if RESERVED in tensors:
+        raise CheckpointError(path, RESERVED, "no tensor of a safetensors file can have this name")
+    header: dict[str, object] = {RESERVED: metadata}
     position = 0
     for name, tensor in tensors.items():
         end = position + tensor.nbytes

@@ -291,8 +291,11 @@ def test_a_dump_that_is_cut_while_it_is_read(tmp_path):
         next(weights)
 
 
-def test_what_no_array_can_hold(tmp_path):
-    save(tmp_path, {"a": torch.ones(2), "s": torch.eye(2).to_sparse()})
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
+)
+def test_what_no_array_can_hold(tensor, tmp_path):
+    save(tmp_path, {"a": torch.ones(2), "s": tensor})
     with pytest.raises(CheckpointError, match="no array") as caught:
         next(iterate(tmp_path))
     assert caught.value.tensor == "s"

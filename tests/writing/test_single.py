@@ -94,6 +94,13 @@ def test_a_difference_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["model.bin"]
 
 
+def test_a_name_that_the_format_keeps_for_itself(tmp_path):
+    with pytest.raises(CheckpointError, match="can have this name") as caught:
+        converted({"a": torch.ones(300), "__metadata__": torch.ones(1)}, tmp_path)
+    assert (caught.value.path, caught.value.tensor) == (str(tmp_path / "model.bin"), "__metadata__")
+    assert os.listdir(tmp_path) == ["model.bin"]
+
+
 def test_files_that_need_code_are_refused(tmp_path):
     import argparse
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raywl.checkpoint.strict_json import parse_json
-from raywl.errors import CorruptFileError
+from raywl.errors import CorruptFileError, MissingFileError
 from raywl.quant.registry import get_quantization_config
+from raywl.sources.local import LocalSource
 from raywl.sources.modelscope import maybe_download_from_modelscope
 from raywl.sources.snapshots import fetch_top_level_files
 
@@ -41,6 +42,7 @@ def get_quant_config(model_config: Any, load_config: Any) -> Any:
             of another producer; values that can't be.
         NotImplementedError: Overrides that the class has no method for.
         CorruptFileError: A file that isn't JSON.
+        MissingFileError: A link that leads nowhere.
         RaywlError: The folder can't be found or downloaded, as `download_weights_from_hf`.
     """
     method = getattr(model_config, "quantization", None)
@@ -95,6 +97,7 @@ def get_sparse_attention_config(
 
     Raises:
         CorruptFileError: It isn't a JSON object.
+        MissingFileError: It is no file, or a link that leads nowhere.
         RaywlError: The folder can't be found or downloaded, as `download_weights_from_hf`.
     """
     folder = _folder(
@@ -104,7 +107,7 @@ def get_sparse_attention_config(
         lambda name: name == sparse_attention_config_filename,
     )
     path = os.path.join(folder, sparse_attention_config_filename)
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return {}
     _log.info("sparse attention as %s says", path)
     return _read_json(path)
@@ -158,7 +161,8 @@ def _config_file(model_config: Any, load_config: Any, method: str, endings: tupl
 
     folder = _folder(model_config, load_config, [f"*{ending}" for ending in endings], is_wanted)
     # A snapshot of which nothing was fetched has no folder.
-    found = sorted(filter(is_wanted, os.listdir(folder))) if os.path.isdir(folder) else []
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    found = sorted(n for n in there if is_wanted(n) and not os.path.isdir(os.path.join(folder, n)))
     if len(found) != 1:
         what = f"several config files: {', '.join(found)}" if found else "no config file"
         raise ValueError(f"{folder}: {method} has {what}; expected one that ends in {' or '.join(endings)}")
@@ -177,8 +181,12 @@ def _folder(
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        config = parse_json(file.read(), path, "config")
+    folder, name = os.path.split(path)
+    source = LocalSource(path, folder, name)
+    size = source.size(name)
+    if size is None:
+        raise MissingFileError(folder, [name], "is no file, or a link leads nowhere")
+    config = parse_json(source.read(name, 0, size), path, "config")
     if not isinstance(config, dict):
         raise CorruptFileError(path, None, f"config is no JSON object, but {type(config).__name__}")
     return config

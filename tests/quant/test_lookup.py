@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raywl.errors import CorruptFileError, NotFoundError, OfflineError
+from raywl.errors import CorruptFileError, MissingFileError, NotFoundError, OfflineError
 from raywl.quant import Fp8Config, ModelOptMixedConfig, registry
 from raywl.weight_utils import (
     get_quant_config,
@@ -280,6 +280,16 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"several config files: a_quant\.json, quant\.json"):
             get_quant_config(model("from_files", path=tmp_path), LOAD)
 
+    def test_a_folder_of_such_a_name_is_none(self, tmp_path):
+        write(tmp_path, quant={"bits": 4})
+        (tmp_path / "a_quant.json").mkdir()
+        assert get_quant_config(model("from_files", path=tmp_path), LOAD).config == {"bits": 4}
+
+    def test_a_link_that_leads_nowhere(self, tmp_path):
+        (tmp_path / "quant.json").symlink_to(tmp_path / "absent")
+        with pytest.raises(MissingFileError, match=r"quant\.json"):
+            get_quant_config(model("from_files", path=tmp_path), LOAD)
+
     @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "NaN"])
     def test_no_json_object(self, tmp_path, text):
         write(tmp_path, quant=text)
@@ -374,6 +384,12 @@ class TestSparseAttention:
 
     def test_absent(self, tmp_path):
         assert get_sparse_attention_config(model(path=tmp_path), LOAD) == {}
+
+    def test_a_link_that_leads_nowhere(self, tmp_path):
+        """Part of a download that isn't whole, and not a model without one."""
+        (tmp_path / "sparse_attention_config.json").symlink_to(tmp_path / "absent")
+        with pytest.raises(MissingFileError, match=r"sparse_attention_config\.json"):
+            get_sparse_attention_config(model(path=tmp_path), LOAD)
 
     @pytest.mark.parametrize("text", ["{", "[1]"])
     def test_damaged(self, tmp_path, text):

@@ -2,7 +2,8 @@
 
 from raywl.actors.group import RankGroup
 from raywl.actors.launching import launch
+from raywl.actors.pinning import pin, unpin
 from raywl.actors.staging import stage
 from raywl.actors.tables import SharedTable, share_table
 
-__all__ = ["RankGroup", "SharedTable", "launch", "share_table", "stage"]
+__all__ = ["RankGroup", "SharedTable", "launch", "pin", "share_table", "stage", "unpin"]

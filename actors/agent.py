@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import time
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raywl.actors.chunks import ChunkMover, MoverLink, StageFiles, StageRequest, list_files
 from raywl.actors.failures import Place, as_raywl_error
 from raywl.actors.names import Hello, mine
+from raywl.actors.pins import PinBoard, Pinned
 from raywl.actors.requests import SourceRequest
 from raywl.actors.shelf import ShelfLink, TableParts, TableRequest, TableShelf
 from raywl.actors.warming import PageWarmer
+from raywl.caches import PruneReport, list_cache, prune_cache
 from raywl.checkpoint import TensorEntry
 from raywl.coordination import Beat
 from raywl.errors import CheckpointError
-from raywl.node.prefetch import FileRange
+from raywl.node.page_cache import resident_fraction
+from raywl.node.prefetch import FileRange, prefetch, should_prefetch
+from raywl.sources.cache import cache_root
 from raywl.tables import PlasmaBudget
 
 if TYPE_CHECKING:
@@ -39,6 +44,9 @@ class AgentLink(ShelfLink, MoverLink, Protocol):
 
         When there is no coordinator, an agent that holds something makes one; otherwise it raises.
         """
+
+    def session_name(self) -> str:
+        """What tells this Ray cluster from others on its nodes."""
 
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
@@ -94,6 +102,8 @@ class NodeAgent:
         self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
         self._mover = ChunkMover(node_id, label, link, self._tell_held)
+        notes = os.path.join(cache_root(None), "pins", f"{link.session_name()}-{node_id}.json")
+        self._pins = PinBoard(label, notes, self._tell_held)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 
     def hello(self) -> Hello:
@@ -178,6 +188,55 @@ class NodeAgent:
         """What is being staged here, as JSON values."""
         return self._mover.status()
 
+    def prefetch(self, request: SourceRequest) -> str:
+        """Reads the checkpoint's files into the page cache, if they fit; returns why not, empty when done.
+
+        Raises:
+            RaywlError: As `open_checkpoint`.
+        """
+        from raywl.node.memory import available_ram_bytes
+
+        paths = self._paths(request)
+        with self._as_raywl("prefetching"):
+            cold = [path for path in paths if resident_fraction(path) != 1.0]
+            ranges = [FileRange(path, 0, os.path.getsize(path)) for path in cold]
+            decision = should_prefetch("", sum(row.end for row in ranges), available_ram_bytes(), True)
+            if decision.warn:
+                return f"not read into the page cache: {decision.reason}"
+            prefetch(ranges, {path: path for path in cold}, num_threads=4)
+            return ""
+
+    def pin(self, request: SourceRequest, asked: list[str], quota_bytes: int | None) -> Pinned:
+        """Keeps the checkpoint's files in memory: see `PinBoard.pin`."""
+        paths = self._paths(request)
+        with self._as_raywl("pinning"):
+            return self._pins.pin(self._open(request)[0].identity, asked, paths, quota_bytes)
+
+    def unpin(self, names: list[str]) -> int:
+        """Lets go of what was pinned: see `PinBoard.unpin`."""
+        return self._pins.unpin(names)
+
+    def prune(self, max_age_s: float | None, max_bytes: int | None, dry_run: bool) -> PruneReport:
+        """Deletes what nobody uses from this node's cache: see `prune_cache`."""
+        with self._as_raywl("pruning"):
+            return prune_cache(
+                max_age_s=max_age_s, max_bytes=max_bytes, keep=self._pins.paths(), dry_run=dry_run
+            )
+
+    def overview(self) -> dict[str, Any]:
+        """What this node has and does, as JSON values."""
+        return {
+            "staging": self._mover.status(),
+            "pins": self._pins.status(),
+            "tables": list(self._shelf.names()),
+            "warming": self.warmed(),
+            "cache": [one.to_dict() for one in list_cache()],
+        }
+
+    def _paths(self, request: SourceRequest) -> list[str]:
+        checkpoint: Checkpoint = pickle.loads(self._open(request)[1])  # noqa: S301 (its own)
+        return [checkpoint.path(file.name) for file in checkpoint.files]
+
     def warm(self, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
         """Fills the page cache with what a rank of this node is about to read; returns at once."""
         with self._lock:
@@ -228,7 +287,7 @@ class NodeAgent:
         self._shelf.undo(request)
 
     def _held(self) -> tuple[str, ...]:
-        return (*self._shelf.names(), *self._mover.names())
+        return (*self._shelf.names(), *self._mover.names(), *self._pins.names())
 
     def _tell_held(self) -> None:
         # At once, since a driver may end idle helpers before the next heartbeat.

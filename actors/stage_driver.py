@@ -20,11 +20,11 @@ from raywl.actors.requests import SourceRequest
 from raywl.actors.stage_calls import STAGE
 from raywl.actors.stage_work import window_of
 from raywl.coordination import CHUNK_BYTES, ChunkTable, StageSpec, StageState
-from raywl.errors import NodeLostError, RaywlError, StagingTimeout
+from raywl.errors import NodeLostError, RaywlError, StagingTimeout, some_of
 from raywl.progress import Progress
 from raywl.stage_report import StagedNode, StageReport
 
-__all__ = ["COORDINATOR", "chunk_bytes_for", "stage_on_nodes", "warm_nodes"]
+__all__ = ["COORDINATOR", "choose_nodes", "chunk_bytes_for", "stage_on_nodes", "warm_nodes"]
 
 COORDINATOR = Place("of the coordinator")
 
@@ -34,6 +34,27 @@ _MIN_CHUNK_BYTES = 64 << 10
 _CHUNKS_IN_WINDOW = 8
 _TRIES = 3
 _LEAVE_S = 5.0
+
+
+def choose_nodes(nodes: Sequence[str] | None) -> list[Node]:
+    """The live nodes by these ids or addresses, all without any.
+
+    Raises:
+        ValueError: There is none by one of the names; those that are there are listed.
+    """
+    alive = alive_nodes()
+    if nodes is None:
+        return alive
+    if isinstance(nodes, str):
+        raise TypeError("nodes must be a list of node ids or addresses, not a single text")
+    found = []
+    for name in nodes:
+        matching = [node for node in alive if name in (node.node_id, node.address, node.label)]
+        if not matching:
+            known = some_of([f"{node.label} ({node.node_id})" for node in alive])
+            raise ValueError(f"no live node is {name!r}; there are {known}")
+        found += matching
+    return list({node.node_id: node for node in found}.values())
 
 
 def stage_on_nodes(
@@ -211,4 +232,7 @@ class _Staging:
 
 def warm_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> list[str]:
     """Has each node read the checkpoint's files into its page cache; returns what is to be said of it."""
-    return []
+    agents = hold_agents(nodes, deadline)
+    places = [Place(node.label) for node in nodes]
+    told: list[str] = gather([agent.prefetch.remote(request) for agent in agents], places, deadline)
+    return [f"{node.label}: {text}" for node, text in zip(nodes, told, strict=True) if text]

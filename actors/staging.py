@@ -11,9 +11,9 @@ from typing import Any
 from raywl.actors.connect import connect, disconnect
 from raywl.actors.deadline import Deadline
 from raywl.actors.opening import agree_on_nodes
-from raywl.actors.raycalls import Node, alive_nodes, find_agents
+from raywl.actors.raycalls import Node, find_agents
 from raywl.actors.requests import check_options, request_for_nodes
-from raywl.actors.stage_driver import stage_on_nodes, warm_nodes
+from raywl.actors.stage_driver import choose_nodes, stage_on_nodes, warm_nodes
 from raywl.errors import NodeLostError, some_of
 from raywl.opening import Checkpoint
 from raywl.progress import Progress, make_progress
@@ -75,7 +75,7 @@ def stage(
     connection = connect(address, num_cpus=1, deadline=deadline)
     group, chosen = f"stage-{uuid.uuid4().hex[:16]}", list[Node]()
     try:
-        chosen = _chosen(nodes)
+        chosen = choose_nodes(nodes)
         deadline.enter("look")
         request = request_for_nodes(group, ref, source)
         report = stage_on_nodes(request, chosen, deadline, shown)
@@ -103,19 +103,3 @@ def stage(
         for agent in find_agents(chosen):
             agent.close.remote(group)
         disconnect(connection)
-
-
-def _chosen(nodes: Sequence[str] | None) -> list[Node]:
-    alive = alive_nodes()
-    if nodes is None:
-        return alive
-    if isinstance(nodes, str):
-        raise TypeError("nodes must be a list of node ids or addresses, not a single text")
-    found = []
-    for name in nodes:
-        matching = [node for node in alive if name in (node.node_id, node.address, node.label)]
-        if not matching:
-            known = some_of([f"{node.label} ({node.node_id})" for node in alive])
-            raise ValueError(f"no live node is {name!r}; there are {known}")
-        found += matching
-    return list({node.node_id: node for node in found}.values())

@@ -13,7 +13,7 @@ from raywl._version import __version__
 from raywl.types import ParallelContext, Replicate, Shard, current_context
 
 if TYPE_CHECKING:
-    from raywl.actors import RankGroup, SharedTable, launch, share_table, stage
+    from raywl.actors import RankGroup, SharedTable, launch, pin, share_table, stage, unpin
     from raywl.loading import ReloadReport, load_into, reload_into
     from raywl.opening import Checkpoint, open_checkpoint
     from raywl.plan import LoadPlan
@@ -34,10 +34,12 @@ _HOMES = {
     "launch": "raywl.actors",
     "load_into": "raywl.loading",
     "open_checkpoint": "raywl.opening",
+    "pin": "raywl.actors",
     "reload_into": "raywl.loading",
     "save_sharded": "raywl.saving",
     "share_table": "raywl.actors",
     "stage": "raywl.actors",
+    "unpin": "raywl.actors",
 }
 
 __all__ = [
@@ -59,10 +61,12 @@ __all__ = [
     "launch",
     "load_into",
     "open_checkpoint",
+    "pin",
     "reload_into",
     "save_sharded",
     "share_table",
     "stage",
+    "unpin",
 ]
 
 

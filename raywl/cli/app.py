@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from raywl import __version__
-from raywl.cli import bench, convert, demo, inspect, load, plan, verify
+from raywl.cli import bench, convert, demo, inspect, load, plan, stage, status, verify
 from raywl.cli.arguments import Parser
 from raywl.cli.outcome import BUG, DONE, error_fields, exit_code
 from raywl.cli.output import Output, flush_stdout, open_output
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"raywl {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for command in (demo, inspect, verify, plan, load, convert, bench):
+    for command in (demo, inspect, verify, plan, load, stage, status, convert, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -13,7 +13,7 @@ LAYERS = [
     {"locks", "node", "progress"},
     {"sources"},
     {"checkpoint", "parameters"},
-    {"html", "remap", "coordination", "quant"},
+    {"html", "remap", "coordination", "quant", "caches"},
     {"loaders", "report", "stage_report"},
     {"plan"},
     {"readers", "tables"},

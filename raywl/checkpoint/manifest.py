@@ -21,7 +21,7 @@ from raywl.checkpoint.index import (
     parse_index,
 )
 from raywl.errors import CheckpointError, CorruptFileError, MissingFileError, some_of
-from raywl.progress import Progress
+from raywl.progress import Progress, make_progress
 from raywl.sources import Source
 from raywl.sources.selection import (
     SAFETENSORS,
@@ -148,12 +148,12 @@ class Manifest:
         """Path of one of its files on this node."""
         return self.source.path(file)
 
-    def fetch(self, files: Iterable[str] | None = None, progress: Progress | None = None) -> int:
+    def fetch(self, files: Iterable[str] | None = None, progress: bool | Progress | None = None) -> int:
         """Makes files local, where they aren't: these, and the small ones that belong to the checkpoint.
 
         Args:
             files: Names; all weight files by default.
-            progress: Told how far it is.
+            progress: `True` for a bar on standard error, or a callable.
 
         Returns:
             Bytes that came over the network.
@@ -164,7 +164,7 @@ class Manifest:
             CheckpointError: They aren't what was opened any more.
         """
         names = [file.name for file in self.files] if files is None else list(files)
-        return self.source.fetch(names, progress)
+        return self.source.fetch(names, make_progress(progress))
 
     def entry(self, name: str) -> TensorEntry:
         """The entry of a tensor.

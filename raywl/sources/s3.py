@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -166,13 +167,18 @@ class S3Remote(FsspecRemote):
             checksum = about.get(key)
             if checksum and about.get("ChecksumType") != "COMPOSITE" and "-" not in checksum:
                 found[name] = base64.b64decode(checksum).hex()
-        # The ETag of what came in one part is its MD5, unless a key of one's own encrypts it.
+        # The ETag of what came in one part is its MD5, unless a key of one's own encrypts it, or the store
+        # has another notion of ETags.
         plain = about.get("ServerSideEncryption") in (None, "AES256") and not about.get(
             "SSECustomerAlgorithm"
         )
-        if plain and (match := _MD5.match(file.tag or "")):
+        if plain and _is_md5_expected() and (match := _MD5.match(file.tag or "")):
             found["md5"] = match[1]
         return found
+
+
+def _is_md5_expected() -> bool:
+    return os.environ.get("RAYWL_ETAG_IS_MD5", "1").lower() not in ("0", "off", "no", "false")
 
 
 def _code_of(error: OSError) -> str:

@@ -29,8 +29,9 @@ from raywl.errors import (
 )
 from raywl.opening import open_checkpoint
 from raywl.sources import StorePin, pin
-from tests.s3_server import KEY, SECRET, S3Server
 from tests.sources.conftest import FETCHED, answer, shard, sharded, spans_left, start_plain, until
+from tests.sources.s3_server import KEY, SECRET, S3Server
+from tests.web_server import WebServer
 
 ROWS = 20_000
 """Of tensors so that a file is much larger than what is read of it for its header."""
@@ -309,6 +310,14 @@ def test_checksums_of_the_store(s3, bucket, algorithm):
     assert f"its {'MD5' if algorithm == 'CRC32' else algorithm} is" in problem
 
 
+def test_an_etag_that_is_no_md5(s3, bucket, monkeypatch):
+    """As of some stores that speak like S3."""
+    checkpoint = opened(s3, s3.add(bucket, {"model.safetensors": shard(["a"])}))
+    assert "md5" in checkpoint.source.known_hashes("model.safetensors")
+    monkeypatch.setenv("RAYWL_ETAG_IS_MD5", "0")
+    assert "md5" not in checkpoint.source.known_hashes("model.safetensors")
+
+
 def test_what_came_in_several_parts_has_no_md5(s3, bucket):
     url = s3.add(bucket, {})
     data = shard(["a"], 200_000)
@@ -409,6 +418,18 @@ def test_nobody_there(s3):
     assert type(error) is SourceError
     assert "can't be reached" in str(error)
     assert error.endpoint == endpoint
+
+
+def test_something_else_than_a_store(s3, monkeypatch):
+    """A proxy's page, with 200."""
+    monkeypatch.setenv("no_proxy", "*")
+    with WebServer() as web:
+        web.files["bucket"] = b"<html>sign in</html>"
+        web.content_type = "text/html"
+        error = failure(s3, "s3://bucket/m", storage_options={**s3.options, "endpoint_url": web.url})
+    assert isinstance(error, SourceError)
+    assert error.endpoint == web.url
+    assert "no such store" in str(error) or "no key below" in str(error), str(error)
 
 
 def test_a_host_without_address(s3):

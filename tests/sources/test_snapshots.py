@@ -129,7 +129,7 @@ def test_an_index_with_files_in_a_folder(client):
         (["optimizer.bin", "model.bin"], ["optimizer.bin"], {"optimizer.bin"}),
         (["M.SAFETENSORS", "m.safetensors"], "*.safetensors", {"m.safetensors"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_the_first_pattern_that_matches_is_used_alone(client, names, patterns, expected):
     """C03, C05, C07: in order, of the folder itself, without copies and what trainers leave behind."""

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _DIGITS = re.compile(r"(\d+)")
+_MAX_DIGITS = 255
 
 
 class Index(NamedTuple):
@@ -51,7 +52,12 @@ class Index(NamedTuple):
 def natural_sort_key(path: str) -> tuple[tuple[int, int | str], ...]:
     """Orders by base name, with runs of digits as numbers: `model-2` before `model-10`."""
     parts = _DIGITS.split(posixpath.basename(path))
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
+    return tuple((0, int(part)) if _is_number(part) else (1, part) for part in parts)
+
+
+def _is_number(part: str) -> bool:
+    # Python refuses to read numbers of thousands of digits, and no file that is there has one.
+    return part.isdecimal() and len(part) <= _MAX_DIGITS
 
 
 def check_member_name(name: Any, path: str) -> str:

@@ -119,7 +119,7 @@ def composed_weight_loader(
     def load_then_apply(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loader(param, loaded_weight, *args, **kwargs)
         with torch.no_grad():
-            result = fn(param)
+            result: Any = fn(param)
         name = weight_name(loaded_weight)
         if not isinstance(result, torch.Tensor):
             where = "" if name is None else f"{name}: "

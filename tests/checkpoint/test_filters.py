@@ -70,6 +70,12 @@ class TestDuplicates:
         )
         assert kept == (paths(folder, ONE, TWO) if name == INDEX else paths(folder, EXTRA))
 
+    def test_an_absent_file_of_a_number_that_no_file_has(self, tmp_path):
+        name = f"model-{'9' * 5000}.safetensors"
+        write({INDEX: index({"a": name})}, tmp_path)
+        with pytest.raises(MissingFileError, match="1 of 1 weight files are absent"):
+            filter_duplicate_safetensors_files([], str(tmp_path), INDEX)
+
     def test_all_absent_files_are_listed(self, tmp_path):
         """One shard is there, one isn't and one is a link to nothing: an incomplete download."""
         three = "model-00003.safetensors"

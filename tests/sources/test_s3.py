@@ -500,7 +500,7 @@ def test_a_full_cache_is_not_written_to(s3, bucket, tmp_path):
     assert state() == before
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664)])
 def test_the_modes_of_files(s3, bucket, tmp_path, umask, mode):
     """C62: 0666 less the umask; locks can be taken by everybody."""
     url = s3.add(bucket, {"model.safetensors": shard(["a"])})
@@ -596,6 +596,7 @@ def environment(s3, home, **more):
     }
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_each_byte_once(s3, bucket, tmp_path):
     files = sharded(ROWS)
     url = s3.add(bucket, files)
@@ -623,11 +624,12 @@ def test_the_next_one_goes_on_where_a_killed_one_was(s3, bucket, tmp_path):
     assert stuck.reached.wait(60)
     # A block is written a second after it began, however small.
     size = len(files["model-00002-of-00002.safetensors"])
-    written = until(lambda: spans_left(tmp_path, size, at_least=1 << 19))
+    until(lambda: spans_left(tmp_path, size, at_least=1 << 19))
     killed.send_signal(signal.SIGKILL)
     assert killed.wait(30) == -signal.SIGKILL
     killed.stdout.close()
     killed.stderr.close()
+    written = spans_left(tmp_path, size, at_least=1 << 19)
     s3.mend()
     s3.forget()
     checkpoint = opened(s3, url)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,31 +17,34 @@ from raywl.bench.iterate import ITERATORS, IterateBenchmark, measure
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """40 files of 8 MiB, whose sum is more than any iterator may hold."""
-    folder = tmp_path_factory.mktemp("files")
+def write(folder: Path, num_files: int) -> list[str]:
+    """Files of 8 MiB."""
     paths = []
-    for number in range(40):
+    for number in range(num_files):
         path = folder / f"model-{number}.safetensors"
-        save_file(
-            {f"{number}.{part}": torch.full((2 * MIB,), part, dtype=torch.uint8) for part in range(4)}, path
-        )
+        tensors = {f"{number}.{part}": torch.full((2 * MIB,), part, dtype=torch.uint8) for part in range(4)}
+        save_file(tensors, path)
         paths.append(str(path))
     return paths
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """40 files, whose sum is more than any iterator may hold."""
+    return write(tmp_path_factory.mktemp("files"), 40)
+
+
 @pytest.mark.parametrize("name", ITERATORS)
-def test_all_count_the_same(name, files):
-    found = measure(name, files[:3], 2, 0.0)
+def test_all_count_the_same(name, tmp_path):
+    found = measure(name, write(tmp_path, 3), 2, 0.0)
     assert found["num_tensors"] == 12
     assert found["nbytes"] == 24 * MIB
     assert found["seconds"] > 0
 
 
-def test_an_unknown_iterator(files):
+def test_an_unknown_iterator(tmp_path):
     with pytest.raises(ValueError, match="lazy"):
-        measure("fast", files, 2, 0.0)
+        measure("fast", write(tmp_path, 1), 2, 0.0)
 
 
 @pytest.mark.slow
@@ -59,7 +63,7 @@ def test_peak_memory_of_40_files(files):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails(files, tmp_path):
+def test_a_run_that_fails(tmp_path):
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"x" * 100)
     with pytest.raises(RuntimeError, match="lazy ended with code 1"):

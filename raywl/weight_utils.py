@@ -71,13 +71,13 @@ from raywl.remap.moe_names import (
     maybe_remap_moe_expert_param_name,
     remap_moe_expert_weights,
 )
-from raywl.writing import convert_bin_to_safetensor_file
 from raywl.sources.modelscope import maybe_download_from_modelscope
 from raywl.sources.snapshots import (
     download_safetensors_index_file_from_hf,
     download_weights_from_hf,
     enable_xet_high_performance,
 )
+from raywl.writing import convert_bin_to_safetensor_file
 
 __all__ = [
     "ExpertLoader",

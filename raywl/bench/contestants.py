@@ -6,48 +6,23 @@ is what is timed. `digest` tells afterwards what arrived.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from raywl.bench.destinations import Work, bytes_of_model, digest, touched_bytes, touched_model
+from raywl.bench.peers import PEERS
 from raywl.checkpoint import Manifest, TensorEntry
-from raywl.empty_model import EmptyModel, build_empty_model, describe_parameters
-from raywl.opening import open_checkpoint
 from raywl.plan import cut, local_box
 from raywl.report import LoadReport
-from raywl.types import ParallelContext, Replicate, Shard
+from raywl.strategies import check_strategy
 
 __all__ = ["Contestant", "LoadInto", "Raw", "SafeOpenLoop", "Work", "make_contestant"]
 
 _BLOCK_BYTES = 16 << 20
-_TOUCHED = 0xA5
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One rank's share of a run."""
-
-    ref: str
-    source: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `open_checkpoint`."""
-    context: ParallelContext = field(default_factory=ParallelContext)
-    shards: Mapping[str, int] = field(default_factory=dict)
-    """Tensor name to the dim that it is cut along; the others are replicated."""
-
-    def manifest(self) -> Manifest:
-        """The checkpoint's headers; its files are local."""
-        manifest = open_checkpoint(self.ref, **self.source)
-        manifest.fetch()
-        return manifest
-
-    def specs(self) -> dict[str, Shard]:
-        """`shards` as specs."""
-        return {name: Shard(dim) for name, dim in self.shards.items()}
 
 
 class Contestant(Protocol):
@@ -62,28 +37,51 @@ class Contestant(Protocol):
     def digest(self) -> str | None:
         """A hash over the name and bytes of every tensor, or `None` where the bytes aren't comparable."""
 
+    @property
+    def files(self) -> Sequence[str]:
+        """Files that it reads beside the checkpoint's own."""
+
 
 def make_contestant(name: str) -> Contestant:
-    """The contestant of that name: `load_into`, `safe_open`, or `raw-N` with N threads."""
+    """The contestant of that name.
+
+    Args:
+        name: `load_into`, or `load_into-WORD` with a strategy; `safe_open`; `raw-N` with N threads; or a word
+            of `PEERS`.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name in PEERS:
+        return PEERS[name]()
     if name == "load_into":
         return LoadInto()
+    if name.startswith("load_into-"):
+        return LoadInto(name.partition("-")[2])
     if name == "safe_open":
         return SafeOpenLoop()
     kind, _, threads = name.partition("-")
     if kind == "raw" and threads.isdecimal():
         return Raw(int(threads))
-    raise ValueError(f"unknown contestant {name!r}: load_into, safe_open, raw-N")
+    words = ", ".join(["load_into", "load_into-WORD", "safe_open", "raw-N", *PEERS])
+    raise ValueError(f"unknown contestant {name!r}: {words}")
 
 
 class LoadInto:
     """`raywl.load_into`, from opening the checkpoint on."""
+
+    files: Sequence[str] = ()
+
+    def __init__(self, strategy: str | None = None) -> None:
+        check_strategy(strategy)
+        self._strategy = strategy
 
     def prepare(self, work: Work) -> None:
         import raywl
 
         self._load = raywl.load_into
         self._work = work
-        self._model = _touched_model(work)
+        self._model = touched_model(work)
 
     def run(self) -> int:
         report: LoadReport = self._load(
@@ -91,16 +89,19 @@ class LoadInto:
             self._work.ref,
             parallel=self._work.context,
             shards=self._work.specs(),
+            strategy=self._strategy,
             **self._work.source,
         )
         return report.bytes_read
 
     def digest(self) -> str | None:
-        return _digest(dict(_bytes_of_model(self._model)))
+        return digest(dict(bytes_of_model(self._model)))
 
 
 class SafeOpenLoop:
     """What is usually written: `safetensors.safe_open`, and a copy of each tensor or slice of it."""
+
+    files: Sequence[str] = ()
 
     def prepare(self, work: Work) -> None:
         from safetensors import safe_open
@@ -112,7 +113,7 @@ class SafeOpenLoop:
         for name, entry in manifest.tensors.items():
             self._names[entry.file].append(name)
         self._paths = {file.name: manifest.path(file.name) for file in manifest.files}
-        self._model = _touched_model(work)
+        self._model = touched_model(work)
         self._parameters = dict(self._model.named_parameters())
 
     def run(self) -> int:
@@ -138,11 +139,13 @@ class SafeOpenLoop:
         return part
 
     def digest(self) -> str | None:
-        return _digest(dict(_bytes_of_model(self._model)))
+        return digest(dict(bytes_of_model(self._model)))
 
 
 class Raw:
     """The limit: as many bytes by parallel `preadv` in large blocks, and nothing else."""
+
+    files: Sequence[str] = ()
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -152,7 +155,7 @@ class Raw:
         self._manifest = manifest
         self._whole = work.context.tp_size == 1
         self._spans = [(manifest.path(file), start, end) for file, start, end in _spans(manifest, work)]
-        self._buffers = [_touched_bytes(end - start) for _, start, end in self._spans]
+        self._buffers = [touched_bytes(end - start) for _, start, end in self._spans]
 
     def run(self) -> int:
         paths = dict.fromkeys(path for path, _, _ in self._spans)
@@ -181,7 +184,7 @@ class Raw:
                 inside = self._manifest.path(entry.file) == path and start <= entry.start < end
                 if inside and entry.nbytes:
                     found[name] = buffer[entry.start - start : entry.end - start]
-        return _digest(found)
+        return digest(found)
 
 
 def _read_block(descriptor: int, view: memoryview, start: int, offset: int) -> None:
@@ -217,35 +220,3 @@ def _share(name: str, entry: TensorEntry, work: Work, rank: int, size: int) -> t
     dim = work.shards[name] % len(entry.shape)
     per_index = entry.nbytes // max(1, entry.shape[dim])
     return entry.start + box[dim][0] * per_index, entry.start + box[dim][1] * per_index
-
-
-def _touched_bytes(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8).fill_(_TOUCHED)
-
-
-def _touched_model(work: Work) -> EmptyModel:
-    """The rank's parameters in memory, every page of them touched, filled with what no one wants."""
-    manifest = work.manifest()
-    specs = {name: work.specs().get(name, Replicate()) for name in manifest.tensors}
-    model = build_empty_model(describe_parameters(manifest), specs, work.context).to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.reshape(-1).view(torch.uint8).fill_(_TOUCHED)
-    return model
-
-
-def _bytes_of_model(model: EmptyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield name, parameter.data.reshape(-1).view(torch.uint8)
-
-
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    def one(name: str) -> bytes:
-        return hashlib.sha256(tensors[name].numpy().data).digest()
-
-    names = sorted(tensors)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        hashes = list(pool.map(one, names))
-    whole = hashlib.sha256()
-    for name, digest in zip(names, hashes, strict=True):
-        whole.update(name.encode("utf-8", "surrogateescape") + b"\0" + digest)
-    return whole.hexdigest()

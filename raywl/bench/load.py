@@ -1,4 +1,4 @@
-"""`load_into` beside the raw limit and a `safe_open` loop, on the same files, in turn."""
+"""`load_into` beside the raw limit, a `safe_open` loop and other libraries, on the same files, in turn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raywl.bench.words import PEERS
 from raywl.checkpoint import Manifest
 from raywl.node import page_cache
 from raywl.node.prefetch import prefetch_checkpoint
@@ -45,7 +47,11 @@ class LoadBenchmark:
     """In the order of each repetition; at least one raw."""
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Measurements by contestant, in order."""
+    folder: str = ""
+    """For files of contestants' own, on the disk that is measured."""
     notes: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Peers that took no part, or not to the end, and why."""
 
     def run(self, num_repetitions: int, say: Callable[[str], None]) -> None:
         """Runs every contestant once in each repetition.
@@ -59,7 +65,18 @@ class LoadBenchmark:
         """
         for repetition in range(num_repetitions):
             for name in self.contestants:
-                measured = self._run_one(name)
+                if name in self.left_out:
+                    continue
+                try:
+                    measured = self._run_one(name)
+                except RuntimeError as error:
+                    if name not in PEERS:
+                        raise
+                    # What another library can't do is a result too.
+                    self.left_out[name] = str(error)
+                    self.runs.pop(name, None)
+                    say(f"{repetition + 1}/{num_repetitions} {name}: {error}")
+                    continue
                 self.runs.setdefault(name, []).append(measured)
                 say(f"{repetition + 1}/{num_repetitions} {name}: {measured['seconds']:.3f} s")
 
@@ -90,6 +107,7 @@ class LoadBenchmark:
             "raw": raw,
             "identical": self.identical,
             "contestants": {name: self._summary(name, medians[raw]) for name in self.runs},
+            "left_out": self.left_out,
             "notes": self.notes,
             "machine": {
                 "num_cpus": os.cpu_count(),
@@ -104,6 +122,7 @@ class LoadBenchmark:
         median_s = statistics.median(seconds)
         bytes_read = max(run["bytes_read"] for run in runs)
         disk = [run["disk_bytes"] for run in runs if run["disk_bytes"] is not None]
+        peak = [run["peak_bytes"] for run in runs if run.get("peak_bytes") is not None]
         return {
             "median_s": median_s,
             "min_s": min(seconds),
@@ -113,14 +132,14 @@ class LoadBenchmark:
             "bytes_per_s": bytes_read / median_s,
             "ratio_to_raw": raw_s / median_s,
             "disk_bytes": statistics.median(disk) if disk else None,
+            "peak_bytes": statistics.median(peak) if peak else None,
         }
 
     def _run_one(self, name: str) -> dict[str, Any]:
         workers = [_Worker(self._order(name, rank)) for rank in range(self.tp_size)]
         try:
-            for worker in workers:
-                worker.answer()
-            self._set_page_cache()
+            files = [worker.answer()["files"] for worker in workers]
+            self._set_page_cache(dict.fromkeys(path for paths in files for path in paths))
             for worker in workers:
                 worker.go()
             answers = [worker.answer() for worker in workers]
@@ -128,10 +147,12 @@ class LoadBenchmark:
             for worker in workers:
                 worker.end()
         disk = [answer["disk_bytes"] for answer in answers]
+        peak = [answer["peak_bytes"] for answer in answers]
         return {
             "seconds": max(a["end_s"] for a in answers) - min(a["start_s"] for a in answers),
             "bytes_read": sum(answer["bytes_read"] for answer in answers),
             "disk_bytes": None if None in disk else sum(disk),
+            "peak_bytes": None if None in peak else max(peak),
             "digests": [answer["digest"] for answer in answers],
         }
 
@@ -145,19 +166,21 @@ class LoadBenchmark:
             "source": dict(self.source),
             "context": context.to_dict(),
             "shards": dict(self.shards),
+            "folder": self.folder,
         }
 
-    def _set_page_cache(self) -> None:
-        for file in self.manifest.files:
-            path = self.manifest.path(file.name)
+    def _set_page_cache(self, more: Iterable[str]) -> None:
+        """Drops or fills the checkpoint's pages, and those of further files, and looks."""
+        for path in [*(self.manifest.path(file.name) for file in self.manifest.files), *more]:
+            name, size = os.path.basename(path), os.path.getsize(path)
             (page_cache.drop if self.cold else prefetch_checkpoint)(path)
             resident = page_cache.resident_bytes(path)
             if resident is None:
-                self._note(f"{file.name}: whether its pages are in memory can't be seen here")
-            elif self.cold and resident > _COLD_BYTES * file.size:
-                self._note(f"{file.name}: its pages can't be dropped here, so these runs aren't cold")
-            elif not self.cold and resident < (1 - _COLD_BYTES) * file.size:
-                self._note(f"{file.name}: not all of it stays in memory, so these runs aren't warm")
+                self._note(f"{name}: whether its pages are in memory can't be seen here")
+            elif self.cold and resident > _COLD_BYTES * size:
+                self._note(f"{name}: its pages can't be dropped here, so these runs aren't cold")
+            elif not self.cold and resident < (1 - _COLD_BYTES) * size:
+                self._note(f"{name}: not all of it stays in memory, so these runs aren't warm")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -169,10 +192,13 @@ class _Worker:
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._name = order["contestant"]
+        # Libraries say much that is of no interest unless they fail.
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "raywl.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._words,
             text=True,
         )
         self._deadline = threading.Timer(_RUN_TIMEOUT_S, self._process.kill)
@@ -187,15 +213,25 @@ class _Worker:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
+            self._tell()
             raise RuntimeError(f"contestant {self._name} ended with code {code}; its message is above")
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            code = self._process.wait()
+            self._tell()
+            raise RuntimeError(f"contestant {self._name} ended with code {code}: {answer['error']}")
         return answer
+
+    def _tell(self) -> None:
+        """Shows what the process wrote to standard error."""
+        self._words.seek(0)
+        sys.stderr.write(self._words.read().decode(errors="replace"))
 
     def end(self) -> None:
         self._deadline.cancel()
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._words):
             if stream is not None:
                 stream.close()
 

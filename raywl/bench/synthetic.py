@@ -1,12 +1,23 @@
-"""Checkpoints of a given size to measure with: random bf16 values in the shapes of a Llama."""
+"""Checkpoints of a given size to measure with: the shapes of a Llama, or layouts that are hard in one way."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-__all__ = ["make_checkpoint"]
+from raywl.bench.words import LAYOUTS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["make_checkpoint", "make_layout"]
+
+_SMALL_BYTES = 4 << 10
+_NUM_FILES = 1000
+_NUM_IN_HEADER = 10_000
+_NUM_EXPERTS = 64
 
 _VOCAB = 8192
 
@@ -63,9 +74,75 @@ def make_checkpoint(folder: str | os.PathLike[str], num_bytes: int, *, num_files
             "num_attention_heads": 16,
             "num_key_value_heads": 4,
             "vocab_size": _VOCAB,
+            "tie_word_embeddings": True,
         },
     )
     return total
+
+
+def make_layout(folder: str | os.PathLike[str], layout: str, num_bytes: int) -> int:
+    """Writes a checkpoint of one of `LAYOUTS`.
+
+    Args:
+        folder: Made if it isn't there.
+        layout: Which.
+        num_bytes: Wanted bytes of tensors, about.
+
+    Returns:
+        Bytes of tensors.
+
+    Raises:
+        ValueError: An unknown layout.
+        OSError: The folder can't be written to, or is full.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
+    if layout == "model":
+        return make_checkpoint(folder, num_bytes)
+    from safetensors.torch import save_file
+
+    os.makedirs(folder, exist_ok=True)
+    total = 0
+    weight_map: dict[str, str] = {}
+    files = list(_files_of(layout, num_bytes))
+    for number, sizes in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: _bits(size, number) for name, size in sizes.items()}
+        save_file(tensors, os.path.join(folder, file), {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    body = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder, "model.safetensors.index.json", body)
+    return total
+
+
+def _files_of(layout: str, num_bytes: int) -> Iterator[dict[str, int]]:
+    """The bytes of each tensor, file by file."""
+    if layout == "huge":
+        yield {"weight": num_bytes}
+    elif layout == "files":
+        for number in range(_NUM_FILES):
+            yield {f"layers.{number}.weight": max(2, num_bytes // _NUM_FILES)}
+    elif layout == "header":
+        names = [f"layers.{number}.weight" for number in range(_NUM_IN_HEADER)]
+        yield dict.fromkeys(names, max(2, num_bytes // _NUM_IN_HEADER))
+    elif layout == "small":
+        count = max(1, num_bytes // _SMALL_BYTES)
+        yield {f"layers.{number // 100}.part.{number % 100}.weight": _SMALL_BYTES for number in range(count)}
+    else:
+        each = max(8, num_bytes // (_NUM_EXPERTS * 4 + 1))
+        for layer in range(4):
+            experts = [f"layers.{layer}.mlp.experts.{number}.w1.weight" for number in range(_NUM_EXPERTS)]
+            yield {f"layers.{layer}.mlp.gate.weight": each // 4} | dict.fromkeys(experts, each)
+
+
+def _bits(num_bytes: int, seed: int) -> torch.Tensor:
+    """Random bits as bf16: every misplaced byte shows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.empty(max(1, num_bytes // 2), dtype=torch.int16)
+    return raw.random_(-(1 << 15), 1 << 15, generator=generator).view(torch.bfloat16)
 
 
 def _shapes(width: int, num_bytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:

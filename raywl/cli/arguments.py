@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from raywl.cli.outcome import UsageError
 from raywl.cli.output import Output
+from raywl.text import parse_bytes
 
 __all__ = [
     "Parser",
@@ -17,6 +18,7 @@ __all__ = [
     "add_parallel_arguments",
     "add_source_arguments",
     "add_weights_arguments",
+    "byte_size",
     "positive",
     "sizes",
     "source_arguments",
@@ -71,6 +73,14 @@ def storage_option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def byte_size(text: str) -> int:
+    """An argument that is a number of bytes, such as `500MB` or `4GiB`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:

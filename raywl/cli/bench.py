@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+from raywl.bench.words import LAYOUTS, PEERS
 from raywl.cli.arguments import (
     Parser,
     Subparsers,
     add_command,
     add_source_arguments,
+    byte_size,
     positive,
     source_arguments,
 )
@@ -19,6 +25,7 @@ from raywl.cli.weights import choose_cuts
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.sources import shown_url
 from raywl.sources.selection import SAFETENSORS
+from raywl.strategies import check_strategy
 from raywl.text import format_bytes
 from raywl.types import Shard
 
@@ -32,10 +39,10 @@ def add_parser(subparsers: Subparsers) -> None:
         commands,
         "load",
         run_load,
-        help="load_into beside raw reads and a safe_open loop",
+        help="load_into beside raw reads, a safe_open loop and other libraries",
         description="Brings REF into memory that was touched before, in turn by parallel preadv and nothing "
-        "else (the raw limit), by load_into, and by a safe_open loop, each in a fresh process, and compares "
-        "what arrived bit by bit.",
+        "else (the raw limit), by load_into, by a safe_open loop, and by other libraries, each in a fresh "
+        "process, and compares what arrived bit by bit.",
     )
     add_source_arguments(load)
     _add_runs(load)
@@ -47,6 +54,34 @@ def add_parser(subparsers: Subparsers) -> None:
         help="tensor-parallel ranks, one process each (default 1)",
     )
     load.add_argument("--tp-plan", metavar="FILE", help="JSON object of name pattern to style")
+    load.add_argument(
+        "--peers",
+        metavar="WORDS",
+        default="",
+        help=f"other libraries, with commas between, or all that are installed: {', '.join(PEERS)}",
+    )
+    load.add_argument(
+        "--strategy",
+        metavar="WORDS",
+        default="",
+        help="load_into by each of these as well, with commas between; it goes by auto",
+    )
+    make = add_command(
+        commands,
+        "make",
+        run_make,
+        help="a checkpoint to measure with",
+        description="Writes a checkpoint of random bits: "
+        + "; ".join(f"{layout}, {what}" for layout, what in LAYOUTS.items())
+        + ".",
+    )
+    make.add_argument("folder", metavar="FOLDER", help="made if it isn't there")
+    make.add_argument(
+        "--layout", choices=list(LAYOUTS), default="model", help="what of it is large (default model)"
+    )
+    make.add_argument(
+        "--size", type=byte_size, default="2GiB", metavar="SIZE", help="bytes of tensors (default 2GiB)"
+    )
     iterate = add_command(
         commands,
         "iterate",
@@ -80,7 +115,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def run_load(args: argparse.Namespace, out: Output) -> int:
-    from raywl.bench.load import LoadBenchmark
+    from raywl.bench.load import CONTESTANTS, LoadBenchmark
 
     manifest = open_checkpoint(args.ref, **source_arguments(args))
     # What is compared is reading.
@@ -91,20 +126,68 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
             "safetensors files alone (`raywl convert` makes them)"
         )
     cuts = choose_cuts(manifest, args.tp, args.tp_plan)
-    benchmark = LoadBenchmark(
-        manifest,
-        args.ref,
-        source_arguments(args),
-        cold=args.cold,
-        tp_size=args.tp,
-        shards={name: spec.dim for name, spec in cuts.shards.items() if isinstance(spec, Shard)},
-        notes=[] if args.tp == 1 else [f"tensors are {cuts.source}"],
-    )
-    benchmark.run(args.repeat, out.say)
+    peers, left_out = _peers(args.peers, manifest, args.tp)
+    with _scratch_beside(manifest) as folder:
+        benchmark = LoadBenchmark(
+            manifest,
+            args.ref,
+            source_arguments(args),
+            cold=args.cold,
+            tp_size=args.tp,
+            shards={name: spec.dim for name, spec in cuts.shards.items() if isinstance(spec, Shard)},
+            contestants=(*CONTESTANTS, *_strategies(args.strategy), *peers),
+            folder=folder,
+            notes=[] if args.tp == 1 else [f"tensors are {cuts.source}"],
+            left_out=left_out,
+        )
+        benchmark.run(args.repeat, out.say)
     found = benchmark.to_dict()
     out.json(found)
     _show(found, out)
     return DONE if found["identical"] else BUG
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _strategies(text: str) -> list[str]:
+    words = _words(text)
+    for word in words:
+        check_strategy(word)
+    return [f"load_into-{word}" for word in words]
+
+
+def _peers(text: str, manifest: Checkpoint, tp_size: int) -> tuple[list[str], dict[str, str]]:
+    """The peers that take part, and why others that were asked for don't."""
+    from raywl.bench.peers import why_not
+
+    words = list(PEERS) if text == "all" else _words(text)
+    if unknown := [word for word in words if word not in PEERS]:
+        raise UsageError(f"--peers {unknown[0]}: expected all, or some of {', '.join(PEERS)}")
+    reasons = {word: why_not(word, manifest, tp_size) for word in words}
+    left_out = {word: reason for word, reason in reasons.items() if reason is not None}
+    return [word for word in words if word not in left_out], left_out
+
+
+@contextlib.contextmanager
+def _scratch_beside(manifest: Checkpoint) -> Iterator[str]:
+    """A folder on the checkpoint's own disk where that may be written to, else in the system's place."""
+    around = os.path.dirname(os.path.dirname(os.path.realpath(manifest.path(manifest.files[0].name))))
+    where = around if os.access(around, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="raywl-bench-", dir=where) as folder:
+        yield folder
+
+
+def run_make(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.synthetic import make_layout
+
+    if os.path.isdir(args.folder) and os.listdir(args.folder):
+        raise UsageError(f"{args.folder} isn't empty")
+    nbytes = make_layout(args.folder, args.layout, args.size)
+    out.json({"folder": args.folder, "layout": args.layout, "nbytes": nbytes})
+    out.text(f"{args.folder}: {LAYOUTS[args.layout]}, {format_bytes(nbytes)}")
+    return DONE
 
 
 def run_iterate(args: argparse.Namespace, out: Output) -> int:
@@ -163,10 +246,14 @@ def _show(found: dict[str, Any], out: Output) -> None:
             f"{format_bytes(of['bytes_per_s'])}/s",
             f"{of['ratio_to_raw']:.2f}",
             "-" if of["disk_bytes"] is None else format_bytes(of["disk_bytes"]),
+            "-" if of["peak_bytes"] is None else format_bytes(of["peak_bytes"]),
         ]
         for name, of in found["contestants"].items()
     ]
-    out.table(["contestant", "median s", "min", "max", "rate", "x raw", "from disk"], rows)
+    headers = ["contestant", "median s", "min", "max", "rate", "x raw", "from disk", "peak memory"]
+    out.table(headers, rows)
+    for name, why in found["left_out"].items():
+        out.text(f"left out: {name}: {why}")
     for note in found["notes"]:
         out.text(f"note: {note}")
     out.text(

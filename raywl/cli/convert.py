@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from raywl.cli.arguments import Subparsers, add_command, add_source_arguments, source_arguments
+from raywl.cli.arguments import (
+    Subparsers,
+    add_command,
+    add_source_arguments,
+    byte_size,
+    source_arguments,
+)
 from raywl.cli.outcome import DONE
 from raywl.cli.output import Output
-from raywl.text import format_bytes, format_seconds, parse_bytes
+from raywl.text import format_bytes, format_seconds
 
 __all__ = ["add_parser"]
 
@@ -30,17 +36,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        type=_size,
+        type=byte_size,
         default="5GB",
         help="bytes of tensors in one file, such as 500MB or 4GiB (default 5GB)",
     )
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

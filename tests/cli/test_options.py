@@ -32,7 +32,8 @@ OPTIONS = {
     "status": COMMON | {"--address", "--cache-dir"},
     "prune": COMMON | {"--address", "--cache-dir", "--older-than", "--max-size", "--dry-run"},
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
-    "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan"},
+    "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan", "--peers", "--strategy"},
+    "bench make": COMMON | {"FOLDER", "--layout", "--size"},
     "bench iterate": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--max-workers", "--pause-ms"},
 }
 

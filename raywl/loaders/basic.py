@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _check_borders(param: torch.Tensor, num_stored: int, axis: int, name: str | 
     for along in (layout.output, layout.input):
         if along is None or along.dim != axis or along.border == 1:
             continue
-        rows = num_stored * along.unit / size
+        rows = Fraction(num_stored * along.unit) / size
         if rows.denominator != 1 or rows.numerator % along.border:
             where = "" if name is None else f"{name}: "
             raise ValueError(

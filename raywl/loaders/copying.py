@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from raywl.errors import ShapeMismatchError
 
-__all__ = ["check_shape", "copy_checked", "part_of", "weight_name", "zero"]
+__all__ = ["Sized", "as_bytes", "check_shape", "copy_checked", "part_of", "weight_name", "zero"]
 
 # Their numbers mean nothing to arithmetic: `copy_` between them and uint8 would convert 1.0 to 1.
 _BYTE_CODED = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2})
+
+
+class Sized(NamedTuple):
+    """A tensor and its shape. While a load is recorded, each question to a tensor takes a while."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+
+    def narrow(self, dim: int, start: int, length: int) -> Sized:
+        """The part of it, which is itself where nothing is cut off."""
+        if length == self.shape[dim]:
+            return self
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return Sized(self.tensor.narrow(dim, start, length), shape)
 
 
 def weight_name(loaded_weight: torch.Tensor) -> str | None:
@@ -21,7 +36,7 @@ def weight_name(loaded_weight: torch.Tensor) -> str | None:
 
 
 def check_shape(
-    name: str | None, expected: Sequence[int], got: torch.Tensor, reason: str = "shape differs"
+    name: str | None, expected: Sequence[int], got: torch.Tensor | Sized, reason: str = "shape differs"
 ) -> None:
     """Raises `ShapeMismatchError` unless `got` has the shape `expected`."""
     if tuple(got.shape) != tuple(expected):
@@ -57,10 +72,16 @@ def copy_checked(target: torch.Tensor, loaded_weight: torch.Tensor, name: str | 
         if target.numel() != 1 or loaded_weight.numel() != 1:
             raise ShapeMismatchError(name, tuple(target.shape), tuple(loaded_weight.shape))
         loaded_weight = loaded_weight.view(target.shape)
+    target, loaded_weight = as_bytes(target, loaded_weight)
+    target.copy_(loaded_weight)
+
+
+def as_bytes(target: torch.Tensor, loaded_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as `uint8` where one of them is, and the other is byte-coded: they are copied as bits."""
     dtypes = {target.dtype, loaded_weight.dtype}
     if len(dtypes) == 2 and torch.uint8 in dtypes and dtypes & _BYTE_CODED:
-        target, loaded_weight = target.view(torch.uint8), loaded_weight.view(torch.uint8)
-    target.copy_(loaded_weight)
+        return target.view(torch.uint8), loaded_weight.view(torch.uint8)
+    return target, loaded_weight
 
 
 def zero(target: torch.Tensor) -> None:

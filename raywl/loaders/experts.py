@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+<<<<<<< ours
 from collections import Counter
+=======
+import math
+>>>>>>> theirs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,14 +14,14 @@ from fractions import Fraction
 import torch
 
 from raywl.errors import ShapeMismatchError
-from raywl.loaders.copying import check_shape, copy_checked, weight_name, zero
+from raywl.loaders.copying import Sized, as_bytes, check_shape, weight_name, zero
 from raywl.loaders.layout import Along, Layout, layout_of
 from raywl.loaders.ranks import ambient_context
 from raywl.remap.experts import compute_local_expert_ids
 
 __all__ = ["ExpertLoader"]
 
-Part = tuple[torch.Tensor, int, torch.Tensor]
+Part = tuple[Sized, int, Sized]
 """`(room, dim, source)`: `source` goes to the front of `room` along `dim`, and may be shorter."""
 
 
@@ -35,7 +39,7 @@ class _Cut:
     text: str
     """What messages begin with."""
 
-    def of(self, weight: torch.Tensor, first: int = 0, times: int = 1, more: int = 0) -> torch.Tensor:
+    def of(self, weight: Sized, first: int = 0, times: int = 1, more: int = 0) -> Sized:
         """The rank's part of a weight that has `times` the rows, `first` others before, and `more` beside."""
         begin = first + times * self.start
         text = f"{self.text} keeps rows {begin} to {begin + times * self.num_rows}, which"
@@ -163,8 +167,9 @@ class ExpertLoader:
             raise ValueError(f"{name}: unknown shard id {shard_id!r}: expected 'w1', 'w2' or 'w3'")
         if expert_id is not None and not 0 <= expert_id < self._num_ids:
             raise ValueError(f"{name}: expert {expert_id} is outside 0..{self._num_ids - 1}")
-        places = self._places(param, name)
-        weight = loaded_weight
+        data, loaded_weight = as_bytes(param.data, loaded_weight)
+        target, weight = (Sized(tensor, tuple(tensor.shape)) for tensor in (data, loaded_weight))
+        places = self._places(target, name)
         if expert_id is None:
             check_shape(
                 name,
@@ -175,29 +180,31 @@ class ExpertLoader:
             runs = list(_runs(places, self.num_experts))
         else:
             # One expert is the same as all of them where there is one.
-            weight = weight.view(1, *weight.shape)
+            weight = Sized(weight.tensor.view(1, *weight.shape), (1, *weight.shape))
             runs = [] if places[expert_id] < 0 else [(0, places[expert_id], 1)]
         if not runs:
             return False
         layout = layout_of(param, first_dim=1)
-        weight = self._turned(param, weight, layout)
+        weight = self._turned(target, weight, layout)
         parts = [
             part
             for first, place, count in runs
             for part in self._parts(
-                param.data.narrow(0, place, count), weight.narrow(0, first, count), shard_id, layout, name
+                target.narrow(0, place, count), weight.narrow(0, first, count), shard_id, layout, name
             )
         ]
         # All padding first: a write beside lazy copies that are only noted would have them made one by one.
         for room, dim, source in parts:
             num_real = source.shape[dim]
             if num_real < room.shape[dim]:
-                zero(room.narrow(dim, num_real, room.shape[dim] - num_real))
+                zero(room.narrow(dim, num_real, room.shape[dim] - num_real).tensor)
         for room, dim, source in parts:
-            copy_checked(room.narrow(dim, 0, source.shape[dim]), source, name)
+            mine = room.narrow(dim, 0, source.shape[dim])
+            check_shape(name, mine.shape, source)
+            mine.tensor.copy_(source.tensor)
         return True
 
-    def _places(self, param: torch.Tensor, name: str) -> list[int]:
+    def _places(self, param: Sized, name: str) -> list[int]:
         """For each expert its place in the parameter, -1 for those of other ranks."""
         places = self.expert_map
         if places is None:
@@ -208,7 +215,7 @@ class ExpertLoader:
                 places = [-1] * self._num_ids
                 for place, expert in enumerate(sorted(local)):
                     places[expert] = place
-        if not 1 <= param.dim() <= 4 or param.shape[0] != max(places) + 1:
+        if not 1 <= len(param.shape) <= 4 or param.shape[0] != max(places) + 1:
             raise ShapeMismatchError(
                 name,
                 (max(places) + 1, *param.shape[1:]),
@@ -217,49 +224,51 @@ class ExpertLoader:
             )
         return places
 
-    def _turned(self, param: torch.Tensor, weight: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _turned(self, param: Sized, weight: Sized, layout: Layout) -> Sized:
         """Experts' weights in the parameter's orientation."""
-        if weight.dim() == 4 and param.dim() == 3:
-            weight = weight.flatten(2)
+        if len(weight.shape) == 4 and len(param.shape) == 3:
+            *front, groups, values = weight.shape
+            weight = Sized(weight.tensor.flatten(2), (*front, groups * values))
         both = layout.output is not None and layout.input is not None
-        if weight.dim() == 3 and both and self.transposed != layout.inputs_first:
-            weight = weight.transpose(1, 2)
+        if len(weight.shape) == 3 and both and self.transposed != layout.inputs_first:
+            experts, rows, columns = weight.shape
+            weight = Sized(weight.tensor.transpose(1, 2), (experts, columns, rows))
         return weight
 
-    def _parts(
-        self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, layout: Layout, name: str
-    ) -> list[Part]:
+    def _parts(self, target: Sized, weight: Sized, shard_id: str, layout: Layout, name: str) -> list[Part]:
         """What to copy where, for experts `(count, ...)` that lie side by side in both tensors."""
         along = layout.input if shard_id == "w2" else layout.output
-        if layout.per_tensor or target.dim() == 1 or self._is_element(target, weight, along):
+        if layout.per_tensor or len(target.shape) == 1 or self._is_element(target, weight, along):
             return _elements(target, weight, shard_id, name)
         if along is None or (shard_id == "w2" and self._is_for_all_inputs(target, weight, along, layout)):
             return _uncut(target, weight, shard_id, name)
-        if along.dim >= weight.dim():
+        if along.dim >= len(weight.shape):
             raise ShapeMismatchError(name, tuple(target.shape), tuple(weight.shape))
         if shard_id == "w2":
             cut = self._cut(target, weight, along, target.shape[along.dim], 1, name)
             return [(target, along.dim, cut.of(weight))]
         return self._gate_and_up(target, weight, shard_id, along, name)
 
-    def _is_element(self, target: torch.Tensor, weight: torch.Tensor, along: Along | None) -> bool:
+    def _is_element(self, target: Sized, weight: Sized, along: Along | None) -> bool:
         """Whether a weight has one element for each expert, and the parameter, unmarked, one or two."""
         unmarked = self.intermediate_size != 1 and (along is None or along.unit == 1)
-        return unmarked and target.dim() == 2 and target.shape[1] <= 2 and weight.numel() == weight.shape[0]
+        few = len(target.shape) == 2 and target.shape[1] <= 2
+        return unmarked and few and math.prod(weight.shape[1:]) == 1
 
-    def _is_for_all_inputs(
-        self, target: torch.Tensor, weight: torch.Tensor, along: Along, layout: Layout
-    ) -> bool:
+    def _is_for_all_inputs(self, target: Sized, weight: Sized, along: Along, layout: Layout) -> bool:
         """Whether `w2`'s companion has one element for all inputs, however many ranks share them."""
-        alone = target.dim() == weight.dim() and target.shape[along.dim] == weight.shape[along.dim] == 1
+        same_dims = len(target.shape) == len(weight.shape) > along.dim
+        alone = same_dims and target.shape[along.dim] == weight.shape[along.dim] == 1
         return alone and (layout.per_channel or (along.unit == 1 and self.intermediate_size != 1))
 
     def _gate_and_up(
-        self, target: torch.Tensor, weight: torch.Tensor, shard_id: str, along: Along, name: str
+        self, target: Sized, weight: Sized, shard_id: str, along: Along, name: str
     ) -> list[Part]:
         dim = along.dim
         room = -(-target.shape[dim] // 2)
-        is_both = shard_id == "w1" and weight.dim() == target.dim() and self._is_both(weight, along, room)
+        is_both = (
+            shard_id == "w1" and len(weight.shape) == len(target.shape) and self._is_both(weight, along, room)
+        )
         cut = self._cut(target, weight, along, room, 1 + is_both, name)
         if is_both and cut.num_rows == cut.whole and target.shape == weight.shape:
             # Nothing is cut: not even where up begins inside a block.
@@ -286,10 +295,11 @@ class ExpertLoader:
                 f"{name}: gate and up alternate, so that a {cut.along.what} of {cut.along.border} rows holds "
                 f"both: the checkpoint must have them in one"
             )
-        every_other = target[(slice(None),) * dim + (slice(int(second), None, 2),)]
-        return [(every_other, dim, cut.of(weight))]
+        every_other = target.tensor[(slice(None),) * dim + (slice(int(second), None, 2),)]
+        shape = (*target.shape[:dim], room, *target.shape[dim + 1 :])
+        return [(Sized(every_other, shape), dim, cut.of(weight))]
 
-    def _is_both(self, weight: torch.Tensor, along: Along, room: int) -> bool:
+    def _is_both(self, weight: Sized, along: Along, room: int) -> bool:
         """Whether a weight is gate and up in one, for a parameter with so much room for each."""
         num_stored = weight.shape[along.dim]
         whole, size = self.intermediate_size, ambient_context().moe_tp_size
@@ -301,9 +311,7 @@ class ExpertLoader:
             return alone.num_stored(each) != room and both.num_stored(each) == room
         return num_stored == along.num_stored(2 * whole) != along.num_stored(whole)
 
-    def _cut(
-        self, target: torch.Tensor, weight: torch.Tensor, along: Along, room: int, times: int, name: str
-    ) -> _Cut:
+    def _cut(self, target: Sized, weight: Sized, along: Along, room: int, times: int, name: str) -> _Cut:
         """This rank's part of `I`, for a parameter with `room` for it and a weight of `times` the whole.
 
         Raises:
@@ -346,11 +354,12 @@ class ExpertLoader:
         return _Cut(along, whole, start, min(each, whole - start), room, f"{name}: {who}")
 
 
-def _elements(target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str) -> list[Part]:
+def _elements(target: Sized, weight: Sized, shard_id: str, name: str) -> list[Part]:
     """One element for each expert's tensor: gate and up have one each, or one in common as `"w1"`."""
     count = target.shape[0]
-    places, values = target.view(count, -1), weight.reshape(weight.shape[0], -1)
-    num_places, num_values = places.shape[1], values.shape[1]
+    num_places, num_values = math.prod(target.shape[1:]), math.prod(weight.shape[1:])
+    places = Sized(target.tensor.view(count, num_places), (count, num_places))
+    values = Sized(weight.tensor.reshape(count, num_values), (count, num_values))
     if shard_id != "w2" and num_places == 2 and num_values == 1:
         places = places.narrow(1, int(shard_id == "w3"), 1)
     elif num_places != num_values or num_places > (1 if shard_id == "w2" else 2) or shard_id == "w3":
@@ -363,11 +372,12 @@ def _elements(target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: s
     return [(places, 1, values)]
 
 
-def _uncut(target: torch.Tensor, weight: torch.Tensor, shard_id: str, name: str) -> list[Part]:
+def _uncut(target: Sized, weight: Sized, shard_id: str, name: str) -> list[Part]:
     """The same on each rank of an expert. Gate's stands for up's too, where there is one place for both."""
     own = weight.shape[1:]
     if shard_id != "w2" and tuple(target.shape[1:]) == (2, *own):
-        target, shard_id = target.select(1, int(shard_id == "w3")), "w1"
+        own_place = target.tensor.select(1, int(shard_id == "w3"))
+        target, shard_id = Sized(own_place, weight.shape), "w1"
     check_shape(name, target.shape, weight)
     return [] if shard_id == "w3" else [(target, 0, weight)]
 

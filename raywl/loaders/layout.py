@@ -42,7 +42,7 @@ class Along:
     """How one dim of a parameter runs along the rows, or the columns, of its matrix."""
 
     dim: int
-    unit: Fraction = Fraction(1)
+    unit: Fraction | int = 1
     """Rows that one element stands for."""
     border: int = 1
     """Only at multiples of so many rows may the matrix be cut."""
@@ -51,7 +51,7 @@ class Along:
 
     def num_stored(self, num_rows: int) -> int:
         """Elements that stand for the first `num_rows`; the last may stand for fewer than others."""
-        return math.ceil(num_rows / self.unit)
+        return int(-(-num_rows // self.unit))
 
     def starts_at(self, row: int, text: str) -> int:
         """The element that starts with a row.
@@ -86,7 +86,7 @@ class Along:
         most = num_rows if num_stored == 1 else -(-num_rows // (num_stored - 1)) - 1
         found = [size for size in (1 << n for n in range(num_rows.bit_length())) if least <= size <= most]
         size = least if least == most else found[0] if len(found) == 1 else None
-        return self if size is None else replace(self, unit=Fraction(size), border=size, what="block")
+        return self if size is None else replace(self, unit=size, border=size, what="block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,9 @@ def layout_of(param: torch.Tensor, first_dim: int = 0) -> Layout:
         ValueError: Attributes that contradict each other, or of a kind that they can't be.
     """
     kind = _kind_of(param)
-    output_dim, input_dim = _dims_of(param, first_dim)
-    packed_dim, factor = _packing_of(param)
+    num_dims = param.dim()
+    output_dim, input_dim = _dims_of(param, num_dims, first_dim)
+    packed_dim, factor = _packing_of(param, num_dims)
     blocks = _block_shape_of(param)
     group_size = getattr(param, "group_size", None)
     groups = None if group_size is None else whole_number("group_size", group_size)
@@ -137,7 +138,7 @@ def layout_of(param: torch.Tensor, first_dim: int = 0) -> Layout:
             what = "packed word" if size % factor.numerator else what
             alongs.append(Along(dim, factor, math.lcm(size, factor.numerator), what))
         else:
-            alongs.append(Along(dim, Fraction(size), size, what))
+            alongs.append(Along(dim, size, size, what))
     return Layout(
         output=alongs[0],
         input=alongs[1],
@@ -154,9 +155,8 @@ def _kind_of(param: Any) -> str | None:
     return method if method in ("tensor", "channel", "group", "block") else None
 
 
-def _dims_of(param: Any, first_dim: int) -> tuple[int | None, int | None]:
+def _dims_of(param: Any, num_dims: int, first_dim: int) -> tuple[int | None, int | None]:
     """Which dim runs along the outputs and which along the inputs."""
-    num_dims = param.dim()
     turned = bool(getattr(param, "is_transposed", False)) and num_dims >= first_dim + 2
     there = [dim if dim < num_dims else None for dim in (first_dim, first_dim + 1)]
     output_dim, input_dim = reversed(there) if turned else there
@@ -187,15 +187,15 @@ def _checked_dim(what: str, value: Any, num_dims: int) -> int | None:
     return dim % num_dims
 
 
-def _packing_of(param: Any) -> tuple[int | None, Fraction]:
-    dim = _checked_dim("packed_dim", getattr(param, "packed_dim", None), param.dim())
-    factor = getattr(param, "packed_factor", getattr(param, "pack_factor", None))
+def _packing_of(param: Any, num_dims: int) -> tuple[int | None, Fraction | int]:
+    dim = _checked_dim("packed_dim", getattr(param, "packed_dim", None), num_dims)
     if dim is None:
         # A factor alone is a note for kernels.
-        return None, Fraction(1)
+        return None, 1
+    factor = getattr(param, "packed_factor", getattr(param, "pack_factor", None))
     if factor is None or isinstance(factor, bool) or not isinstance(factor, int | Fraction) or factor < 1:
         raise ValueError(f"packed_dim {dim} needs a packed_factor of at least 1, got {factor!r}")
-    return dim, Fraction(factor)
+    return dim, factor
 
 
 def _block_shape_of(param: Any) -> tuple[int, int] | None:

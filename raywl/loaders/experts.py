@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< ours
-from collections import Counter
-=======
 import math
->>>>>>> theirs
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -73,6 +73,8 @@ class StagedFiles:
                 raise CheckpointError(source.label(name), None, f"{told}, expected {size} bytes")
             self._files.append(file)
         self._parts: OrderedDict[int, _Part] = OrderedDict()
+        self._finishing: dict[int, _Part] = {}
+        """Those that are checked: still read, but not written any more."""
         self._whole: set[int] = set()
         self._lock = threading.Condition()
         self._closed = False
@@ -149,14 +151,14 @@ class StagedFiles:
         index, start, end = self.table.span(chunk)
         name = self._files[index].name
         with self._lock:
-            part = self._parts.get(index)
+            part = self._parts.get(index) or self._finishing.get(index)
             if part is not None:
                 part.num_users += 1
         if part is not None:
             try:
                 return part.file.read(start, end)
             except (ValueError, OSError):
-                # It was finished meanwhile.
+                # It got its name meanwhile.
                 pass
             finally:
                 self._leave(part)
@@ -230,17 +232,19 @@ class StagedFiles:
 
     @contextlib.contextmanager
     def _part(self, index: int, last: bool = False) -> Iterator[PartFile]:
-        """A file's part file, opened where it isn't. `last`: alone, and it is closed by the caller's work."""
+        """A file's part file, opened where it isn't; for the last time, when the caller finishes it."""
         with self._lock:
             part = self._open(index)
             part.num_users += 1
             if last:
-                # Nobody else begins with it; whoever is at it may end.
-                self._parts.pop(index, None)
-                self._lock.wait_for(lambda: part.num_users == 1, 60.0)
+                # Nobody else writes to it; whoever reads it may go on.
+                self._finishing[index] = self._parts.pop(index)
         try:
             yield part.file
         finally:
+            if last:
+                with self._lock:
+                    self._finishing.pop(index, None)
             self._leave(part)
 
     def _leave(self, part: _Part) -> None:

@@ -305,6 +305,7 @@ class TestEncoderOnly:
 
     @pytest.mark.parametrize("prefixes", [["visual"], ["visual."], "visual"])
     def test_prefixes_end_at_a_module(self, tmp_path, prefixes):
+        """C102: `visual` doesn't take `visual_proj_lm` along."""
         weight_map = {"visual.0": "a", "visual_proj_lm.0": "b"}
         assert self.filter(tmp_path, weight_map, ["a", "b"], prefixes) == ["b"]
 

@@ -80,6 +80,7 @@ def test_alone_there_is_no_map():
     ],
 )
 def test_only_heavy_tensors_of_other_ranks_experts_are_skipped(name, skipped):
+    """C15: packed ones too; scales, shared experts, and all experts in one are kept."""
     assert should_skip_weight(f"model.layers.0.mlp.{name}", {0, 1}) == skipped
     assert not should_skip_weight(f"model.layers.0.mlp.{name}", None)
 

@@ -54,6 +54,7 @@ def test_default_copies_equal_shapes_and_converts_dtype():
 
 @pytest.mark.parametrize(("param", "weight"), [((), (1,)), ((1,), ()), ((1, 1), (1,)), ((1,), (1, 1, 1))])
 def test_default_puts_one_element_into_one_element(param, weight):
+    """C31: scales come as `[]` or as `[1]`."""
     param = unset(*param)
     default_weight_loader(param, torch.full(weight, 7.0))
     assert param.item() == 7.0
@@ -63,6 +64,7 @@ def test_default_puts_one_element_into_one_element(param, weight):
     ("param", "weight"), [((4, 3), (4, 1)), ((4, 3), (1,)), ((4, 3), ()), ((3, 4), (4, 3)), ((4,), (4, 1))]
 )
 def test_default_never_broadcasts(param, weight):
+    """C31: `copy_` by itself would."""
     target = unset(*param)
     with pytest.raises(ShapeMismatchError) as caught:
         default_weight_loader(target, torch.zeros(weight))
@@ -225,6 +227,7 @@ def test_qkv_parts_are_whole_heads_in_order(size, kv_heads, groups, head_dim, re
 
 
 def test_two_kv_heads_on_eight_ranks():
+    """C26: four ranks have the same one."""
     k = numbered(4, 3)
     for rank in range(8):
         param = unset(2 + 2 * 2, 3)
@@ -244,6 +247,7 @@ def test_two_kv_heads_on_eight_ranks():
     ],
 )
 def test_half_heads_are_refused_with_the_numbers(heads, kv_heads, size, numbers):
+    """C26: also where only the key heads don't divide."""
     param = unset(8, 3)
     with tp(1, size), pytest.raises(ValueError, match=numbers):
         QKVLoader(heads, kv_heads, 2)(param, numbered(kv_heads * 2, 3), "k")
@@ -413,6 +417,7 @@ def test_experts_parts_make_the_whole(
 
 
 def test_all_experts_in_one_are_cut_by_expert_first():
+    """C17."""
     down, w2 = numbered(8, 4, 6), unset(2, 4, 6)
     with ParallelContext(tp_rank=3, tp_size=4, ep_size=4):
         ExpertLoader(8)(w2, down, "experts.w2_weight", "w2", None)
@@ -428,7 +433,7 @@ def test_alternating_gate_and_up_stay_so():
 
 
 def test_alternating_gate_and_up_are_padded_behind():
-    """Taken apart again they are gates, zeros, ups, zeros."""
+    """C25: taken apart again they are gates, zeros, ups, zeros."""
     tagged = numbered(1, 8, 1)
     loader = ExpertLoader(1, interleaved=True, intermediate_size=4)
     w13 = unset(1, 8, 1)

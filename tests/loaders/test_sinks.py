@@ -65,6 +65,7 @@ def test_padding_is_neutral_after_every_load():
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 16), (6, 4)])
 def test_heads_that_do_not_divide_are_refused(heads, size):
+    """C21: 8 heads on 16 ranks."""
     sink = make_attention_sink(2)
     with rank(1, size), pytest.raises(ValueError, match=f"{heads} heads can't be cut into {size} equal"):
         load_attention_sink(sink, torch.zeros(heads))

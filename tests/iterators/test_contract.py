@@ -305,7 +305,7 @@ def test_under_a_default_device(way, tmp_path):
 def test_tensors_are_the_consumers_own(way, tmp_path):
     """C84: they need no gradient, and what is written to them reaches no file and no other tensor.
 
-    C42: no memory is used twice. A consumer that is late, here by the whole checkpoint, finds what was given out.
+    C42: no memory is used twice. A consumer that is late, by a whole checkpoint, finds what was given out.
     """
     files = many_files(3)
     paths = write(files, tmp_path, way.kind)

@@ -112,7 +112,7 @@ def launch(
     Args:
         ref: A path that every node of the group has: each opens it itself, and all must find the same
             checkpoint there. A relative path counts from the driver's folder, `~` is each node's own. Or a
-            repository or a URL, as for `open_checkpoint`: the driver looks it up, and each node has what it saw.
+            repository or a URL, as for `open_checkpoint`: the driver looks it up, and each node gets that.
         model_factory: Called on each rank with its context; returns the model, on `meta` or a device.
             A function, a lambda or a closure: it is sent by value where the ranks can't import it.
         tp_size: Tensor-parallel ranks.

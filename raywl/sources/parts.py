@@ -329,10 +329,14 @@ def _me() -> dict[str, Any]:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in the kernel's own count, which tells it from a later one of the same number."""
+    """When a process began, in the kernel's own count, which tells it from a later one of the same number.
+
+    `None` for one that isn't there, or that is dead and only waits for its parent to notice.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
+            facts = file.read().rpartition(b")")[2].split()
+            return None if facts[0] in (b"Z", b"X") else facts[19].decode()
     except (OSError, IndexError):
         return None
 

@@ -290,7 +290,7 @@ def say_hello(agent: Any, node: Node, deadline: Deadline) -> None:
         raise
     except RaywlError as error:
         found, detail = _version_on(node, deadline)
-        if found == mine()[0]:
+        if found == mine()[0] or node.node_id not in {other.node_id for other in alive_nodes()}:
             raise
         end_actor(agent)
         there = f"raywl {found}" if found else f"no raywl that can be imported ({detail})"

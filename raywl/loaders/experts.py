@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,14 +12,12 @@ import torch
 
 from raywl.errors import ShapeMismatchError
 from raywl.loaders.copying import Sized, as_bytes, check_shape, weight_name, zero
+from raywl.loaders.expert_parts import Part, elements, runs_of, uncut
 from raywl.loaders.layout import Along, Layout, layout_of
 from raywl.loaders.ranks import ambient_context
 from raywl.remap.experts import compute_local_expert_ids
 
 __all__ = ["ExpertLoader"]
-
-Part = tuple[Sized, int, Sized]
-"""`(room, dim, source)`: `source` goes to the front of `room` along `dim`, and may be shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,8 @@ class ExpertLoader:
 
     Companions of quantised weights are cut where the weights are, or refused where that is inside a block,
     a group or a packed word: `raywl.loaders.layout` has the attributes by which parameters say what they
-    are. Scales for whole tensors are `(local experts, 2)` for `w13` and `(local experts,)` for `w2`. Without
+    are. Scales for whole tensors are `(local experts, 2)` for `w13` and `(local experts,)` for `w2`; with one
+    place for gate and up, theirs must be equal, which has each of them read by itself. Without
     `intermediate_size`, the last block or group of a companion is taken for a whole one.
     """
 
@@ -174,7 +173,7 @@ class ExpertLoader:
                 weight,
                 f"the weight doesn't hold {self.num_experts} experts",
             )
-            runs = list(_runs(places, self.num_experts))
+            runs = list(runs_of(places, self.num_experts))
         else:
             # One expert is the same as all of them where there is one.
             weight = Sized(weight.tensor.view(1, *weight.shape), (1, *weight.shape))
@@ -236,9 +235,9 @@ class ExpertLoader:
         """What to copy where, for experts `(count, ...)` that lie side by side in both tensors."""
         along = layout.input if shard_id == "w2" else layout.output
         if layout.per_tensor or len(target.shape) == 1 or self._is_element(target, weight, along):
-            return _elements(target, weight, shard_id, name)
+            return elements(target, weight, shard_id, name)
         if along is None or (shard_id == "w2" and self._is_for_all_inputs(target, weight, along, layout)):
-            return _uncut(target, weight, shard_id, name)
+            return uncut(target, weight, shard_id, name)
         if along.dim >= len(weight.shape):
             raise ShapeMismatchError(name, tuple(target.shape), tuple(weight.shape))
         if shard_id == "w2":
@@ -349,44 +348,3 @@ class ExpertLoader:
             )
         start = min(rank * each, whole)
         return _Cut(along, whole, start, min(each, whole - start), room, f"{name}: {who}")
-
-
-def _elements(target: Sized, weight: Sized, shard_id: str, name: str) -> list[Part]:
-    """One element for each expert's tensor: gate and up have one each, or one in common as `"w1"`."""
-    count = target.shape[0]
-    num_places, num_values = math.prod(target.shape[1:]), math.prod(weight.shape[1:])
-    places = Sized(target.tensor.view(count, num_places), (count, num_places))
-    values = Sized(weight.tensor.reshape(count, num_values), (count, num_values))
-    if shard_id != "w2" and num_places == 2 and num_values == 1:
-        places = places.narrow(1, int(shard_id == "w3"), 1)
-    elif num_places != num_values or num_places > (1 if shard_id == "w2" else 2) or shard_id == "w3":
-        raise ShapeMismatchError(
-            name,
-            (count,) if shard_id == "w2" else (count, 2),
-            tuple(target.shape),
-            f"one element for each expert's tensors, which the weight {list(weight.shape)} doesn't fit",
-        )
-    return [(places, 1, values)]
-
-
-def _uncut(target: Sized, weight: Sized, shard_id: str, name: str) -> list[Part]:
-    """The same on each rank of an expert. Gate's stands for up's too, where there is one place for both."""
-    own = weight.shape[1:]
-    if shard_id != "w2" and tuple(target.shape[1:]) == (2, *own):
-        own_place = target.tensor.select(1, int(shard_id == "w3"))
-        target, shard_id = Sized(own_place, weight.shape), "w1"
-    check_shape(name, target.shape, weight)
-    return [] if shard_id == "w3" else [(target, 0, weight)]
-
-
-def _runs(places: Sequence[int], num_experts: int) -> Iterator[tuple[int, int, int]]:
-    """Local experts as `(first in the checkpoint, its place, count)`, neighbours on both sides together."""
-    first = 0
-    while first < len(places):
-        count = 1
-        if places[first] >= 0:
-            last = first // num_experts * num_experts + num_experts
-            while first + count < min(len(places), last) and places[first + count] == places[first] + count:
-                count += 1
-            yield first % num_experts, places[first], count
-        first += count

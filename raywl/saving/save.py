@@ -63,7 +63,8 @@ def save_sharded(
 ) -> SaveReport:
     """Saves the weights of a model that is spread over ranks, as one checkpoint of whole tensors.
 
-    Every rank of the group calls it with the same folder, which all of them see. Each writes what it holds;
+    Every rank of the group calls it with the same folder, which all of them see (each replica of a group with
+    a folder of its own). Each writes what it holds;
     the one that finds all others' parts there puts them together: a safetensors checkpoint with an index, for
     any number of ranks and any library. It is whole or isn't there. Meanwhile the parts take as much disk
     space again.

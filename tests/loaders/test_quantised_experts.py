@@ -310,14 +310,36 @@ def test_scales_of_whole_tensors(moe_tp, marks):
 
 
 def test_one_scale_for_gate_and_up():
-    """Where both have one in common it comes as w1's; two have no room in one."""
+    """Where they have one place in common, up's must be what gate's was."""
     param = torch.zeros(2)
     loader = ExpertLoader(2)
     loader(param, torch.tensor([3.0, 4.0]), "w", "w1", None)
+    loader(param, torch.tensor(4.0), "w", "w3", 1)
+    loader(param, torch.tensor([3.0, 4.0]), "w", "w3", None)
     assert param.tolist() == [3, 4]
-    with pytest.raises(ShapeMismatchError, match=r"expected \[2, 2\], got \[2\]|expected \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"w: is \[5\.0\], and \[4\.0\] was .* give it \(experts, 2\)"):
         loader(param, torch.tensor(5.0), "w", "w3", 1)
     assert param.tolist() == [3, 4]
+    with pytest.raises(ShapeMismatchError, match=r"expected \[1, 2\], got \[1\]"):
+        loader(param, torch.ones(2), "w", "w1", 1)
+
+
+def test_one_scale_for_gate_and_up_in_files(tmp_path):
+    """Read and compared as they come; a reload checks what can be checked without values."""
+    names = [f"experts.{expert}.{name}.input_scale" for expert in range(2) for name in ("gate", "up")]
+    model = Experts(w13_input_scale=torch.nn.Parameter(torch.zeros(2), requires_grad=False))
+    model.experts.w13_input_scale.weight_loader = ExpertLoader(2)
+    mapping = make_expert_params_mapping("gate", "down", "up", 2)
+    for number, load in ((1, raywl.load_into), (5, raywl.reload_into)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tensors = {name: torch.tensor([float(number + i // 2)]) for i, name in enumerate(names)}
+        save_file(tensors, folder / "model.safetensors")
+        load(model, folder, expert_mapping=mapping, strict="exact")
+        assert model.experts.w13_input_scale.tolist() == [number, number + 1]
+    save_file(tensors | {names[-1]: torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts\.1\.up\.input_scale: is \[0\.0\], and \[6\.0\] was"):
+        raywl.load_into(model, folder, expert_mapping=mapping)
 
 
 def test_one_scale_for_all_inputs_is_on_every_rank():

@@ -130,8 +130,8 @@ def acquire_within(lock: filelock.BaseFileLock, timeout_s: float, what: str) -> 
         what: What it is wanted for, for the message.
 
     Raises:
-        LockError: It wasn't free in time, naming who holds it and since when if they left a note; or it
-            can't be locked.
+        LockError: It wasn't free in time, naming who holds it: by their note, which also says since when,
+            else, for a process of this machine, as the kernel knows it; or it can't be locked.
     """
     try:
         lock.acquire(timeout=timeout_s)
@@ -139,7 +139,7 @@ def acquire_within(lock: filelock.BaseFileLock, timeout_s: float, what: str) -> 
         raise LockError(
             lock.lock_file,
             f"{what}: waited {timeout_s:g} s for the lock; end the process that holds it, or allow more time",
-            holder=_holder(lock.lock_file) or "an unknown process",
+            holder=_holder(lock.lock_file) or _holder_here(lock.lock_file) or "an unknown process",
         ) from None
     except RuntimeError as error:
         # filelock sees that this thread has it already, through another object.
@@ -183,6 +183,21 @@ def _holder(lock_file: str) -> str | None:
         return f"process {note['pid']} of {note['user']} on {note['host']} since {note['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _holder_here(lock_file: str) -> str | None:
+    """Who holds a lock by the kernel's list, which knows this machine's processes alone."""
+    try:
+        found = os.stat(lock_file)
+        place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        with open("/proc/locks", encoding="utf-8") as file:
+            lines = [line.split() for line in file]
+    except (OSError, ValueError):
+        return None
+    # `1: FLOCK ADVISORY WRITE pid major:minor:inode 0 EOF`; those who wait have `->` behind the number.
+    pids = [line[4] for line in lines if len(line) > 5 and line[1] == "FLOCK" and line[5] == place]
+    # Of another container's processes it tells 0 or less.
+    return f"process {pids[0]} on {socket.gethostname()}" if pids and int(pids[0]) > 0 else None
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ def load_into(
         mapper: An object with `map_name(name) -> str | None`, for example a `WeightsMapper`.
         stacked: `(param_name, weight_name, shard_id)` rows: `weight_name` in a name is replaced by
             `param_name`, and that parameter's `weight_loader(param, weight, shard_id)` is called.
+            A `shard_id` of `None` means all of the parameter. Several rows may take one tensor (keys that are
+            values too).
         expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise, with
             `weight_loader(param, weight, name, shard_id=..., expert_id=...)`.
         strategy: How files are read: `"auto"` (as `None`), `"buffered"`, `"direct"`, `"mmap"` or
@@ -255,8 +257,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
 def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> None:
     where = root(binding.checkpoint.source)
     if report.unexpected:
-        near = [f"{name} is near to {' and '.join(close)}" for name, close in binding.nearest.items()]
-        hint = f" ({'; '.join(near)})" if near else ""
+        hint = _near(binding)
         if strict == "exact":
             reason = f"tensors that have no place in the model{hint}"
             raise MissingWeightsError(where, report.unexpected, reason)
@@ -271,9 +272,8 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
     if not strict:
         return
     if report.missing:
-        raise MissingWeightsError(
-            where, report.missing, f"{len(report.missing)} parameters or buffers would stay unset"
-        )
+        reason = f"{len(report.missing)} parameters or buffers would stay unset"
+        raise MissingWeightsError(where, report.missing, reason + _near(binding, report.missing))
     # What had memory before keeps there what its owner put: padding, on purpose or not.
     holes = {
         name: f"{name} ({why})"
@@ -281,11 +281,21 @@ def check_report(report: LoadReport, binding: Binding, strict: bool | str) -> No
         if strict == "exact" or name in binding.was_meta or not why.endswith("are set")
     }
     if holes:
-        told = list(holes.values())
-        raise MissingWeightsError(where, told, f"{len(holes)} parameters would be set only in part")
+        reason = f"{len(holes)} parameters would be set only in part"
+        raise MissingWeightsError(where, list(holes.values()), reason + _near(binding, holes))
     if report.partial:
         rows = [f"{name} ({why})" for name, why in report.partial.items()]
         warnings.warn(f"{len(rows)} parameters are set only in part: {some_of(rows)}", stacklevel=4)
+
+
+def _near(binding: Binding, params: Collection[str] | None = None) -> str:
+    """Which tensors without a place are called almost as parameters are: as these, if they are given."""
+    near = [
+        f"{name} is near to {' and '.join(close)}"
+        for name, close in binding.nearest.items()
+        if params is None or any(param in params for param in close)
+    ]
+    return f" ({'; '.join(near)})" if near else ""
 
 
 class _Count:

@@ -37,7 +37,7 @@ class NameTable:
     Args:
         params: The model's names.
         stacked: `(param_name, weight_name, shard_id)` rows: a name that contains `weight_name` is that
-            part of the parameter with `param_name` instead.
+            part of the parameter with `param_name` instead, or, with the `shard_id` `None`, also.
         expert_mapping: `(param_name, weight_name, expert_id, shard_id)` rows, likewise.
         prefixes: Prefixes that either side may have and the other not (`model.`).
     """
@@ -62,7 +62,7 @@ class NameTable:
         """Every place of a tensor, by its name; none when the model has no place for it."""
         for candidate in self._spellings(name):
             if (param := self._there(candidate)) is not None:
-                return [Route(param)]
+                return [Route(param), *self._copies(candidate)]
             if scales := kv_scale_places(candidate, self._params):
                 return [Route(param) for param in scales]
             routes = self._expert(candidate) or self._stack(candidate)
@@ -120,6 +120,15 @@ class NameTable:
                     if routes:
                         return routes
         return []
+
+    def _copies(self, name: str) -> list[Route]:
+        """Further parameters that take all of a tensor that has a place by its own name (keys as values)."""
+        found = dict.fromkeys(
+            name.replace(weight_name, param_name, 1)
+            for param_name, weight_name, shard_id in self._stacked
+            if shard_id is None and weight_name in name
+        )
+        return [Route(param) for param in found if param != name and param in self._params]
 
     def _stack(self, name: str) -> list[Route]:
         """The first parameter that a row leads to, and every part of it that rows say (keys as values)."""

@@ -13,8 +13,14 @@ from safetensors.torch import save_file
 
 import raywl
 from raywl import ParallelContext
-from raywl.errors import ShapeMismatchError
-from raywl.loaders import MergedColumnLoader, QKVLoader, VocabLoader, sharded_weight_loader
+from raywl.errors import CheckpointError, ShapeMismatchError
+from raywl.loaders import (
+    MergedColumnLoader,
+    QKVLoader,
+    VocabLoader,
+    default_weight_loader,
+    sharded_weight_loader,
+)
 from raywl.loaders.layout import layout_of
 from raywl.readers import OpenFiles
 
@@ -532,3 +538,28 @@ def test_keys_that_are_values_too(tmp_path):
         assert torch.equal(q.reshape(-1), tensors[f"q_proj.{name}"].reshape(-1))
         for part in (k, v):
             assert torch.equal(part.reshape(-1), tensors[f"k_proj.{name}"].reshape(-1))
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+@pytest.mark.parametrize("rows", [["v"], ["k", "v"]], ids="".join)
+def test_keys_that_are_values_too_in_projections_of_their_own(rows, has_loader, tmp_path):
+    """C33: likewise where k_proj and v_proj are apart; a v_proj that there is after all is refused."""
+    shapes = {"weight": (16, 4), "weight_scale": (1, 1), "weight_scale_2": (1,), "input_scale": ()}
+    tensors = {f"k_proj.{name}": torch.rand(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    for letter in "kv":
+        model.register_module(f"{letter}_proj", part := torch.nn.Module())
+        for name, shape in shapes.items():
+            part.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+            if has_loader:
+                getattr(part, name).weight_loader = default_weight_loader
+    stacked = [(f"{letter}_proj", "k_proj", None) for letter in rows]
+    report = raywl.load_into(model, tmp_path, stacked=stacked, strict="exact")
+    assert sorted(report.loaded) == sorted(tensors)
+    for name in shapes:
+        for part in (model.k_proj, model.v_proj):
+            assert torch.equal(getattr(part, name), tensors[f"k_proj.{name}"])
+    save_file({**tensors, "v_proj.weight": torch.rand(16, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"v_proj\.weight.*k_proj\.weight"):
+        raywl.load_into(model, tmp_path, stacked=stacked)

@@ -478,6 +478,22 @@ def test_an_unknown_suffix_names_the_nearest_parameters(tmp_path):
         raywl.load_into(model, tmp_path, expert_mapping=mapping, strict="exact")
 
 
+@pytest.mark.parametrize("misnamed", [{"w3"}, {"w1", "w3"}], ids=["a part", "all"])
+def test_what_stays_unset_is_told_with_what_is_called_like_it(misnamed, tmp_path):
+    """C19: the error has the checkpoint's name that led nowhere, and the parameter that needed it."""
+    tensors = {
+        f"experts.0.{name}.{'wieght' if name in misnamed else 'weight'}": torch.zeros(4, 3)
+        for name in ("w1", "w3")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = Experts(w13_weight=torch.nn.Parameter(torch.zeros(1, 8, 3)))
+    model.experts.w13_weight.weight_loader = ExpertLoader(1)
+    mapping = make_expert_params_mapping("w1", "w2", "w3", 1)
+    told = r"experts\.0\.w3\.wieght is near to .*experts\.w13_weight"
+    with pytest.warns(UserWarning, match=told), pytest.raises(MissingWeightsError, match=told):
+        raywl.load_into(model, tmp_path, expert_mapping=mapping)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     kind_names=st.lists(st.sampled_from(KIND_NAMES), min_size=1, max_size=3, unique=True),

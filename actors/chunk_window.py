@@ -72,6 +72,8 @@ class Meter:
         self._span_s, self._min_count, self._now = span_s, min_count, now
         self._num_busy = 0
         self._busy_since_s = self._busy_s = 0.0
+        self._from_s = 0.0
+        """Busy time that the rate is taken from."""
         self._done: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
 
@@ -90,18 +92,19 @@ class Meter:
                 self._busy_s += self._now() - self._busy_since_s
             if nbytes:
                 self.total_bytes += nbytes
-                self._done.append((self._busy_until(), nbytes))
-                while len(self._done) > 1 and self._done[1][0] < self._busy_until() - self._span_s:
-                    self._done.popleft()
+                busy_s = self._busy_until()
+                self._done.append((busy_s, nbytes))
+                while len(self._done) > self._min_count and self._done[0][0] < busy_s - self._span_s:
+                    self._from_s = self._done.popleft()[0]
 
     @property
     def bytes_per_s(self) -> float:
         """The rate; 0 as long as too little is known."""
         with self._lock:
-            if len(self._done) <= self._min_count:
+            if len(self._done) < self._min_count:
                 return 0.0
-            busy_s = self._done[-1][0] - self._done[0][0]
-            return sum(nbytes for _, nbytes in list(self._done)[1:]) / busy_s if busy_s > 0 else 0.0
+            busy_s = self._done[-1][0] - self._from_s
+            return sum(nbytes for _, nbytes in self._done) / busy_s if busy_s > 0 else 0.0
 
     def _busy_until(self) -> float:
         return self._busy_s + (self._now() - self._busy_since_s if self._num_busy else 0.0)

@@ -380,7 +380,7 @@ class StageWork:
                 self._fetch_failed(chunk, error)
             else:
                 self._here(chunk)
-                self._adapt(time.monotonic() - began_s)
+                self._adapt(nbytes, time.monotonic() - began_s)
             finally:
                 self._fetch_meter.end(nbytes)
                 with self._changed:
@@ -401,8 +401,10 @@ class StageWork:
                 self._changed.wait()
         return None
 
-    def _adapt(self, seconds: float) -> None:
+    def _adapt(self, nbytes: int, seconds: float) -> None:
         """More fetches at once as long as chunks come quickly: the last ones of a run end together then."""
+        if nbytes < self._table.chunk_bytes // 2:
+            return
         most = min(_MAX_FETCHES, self._files.source.limits().streams)
         if seconds < _QUICK_S:
             self._num_slots = min(most, self._num_slots + 1)

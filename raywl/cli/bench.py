@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from raywl.bench.words import LAYOUTS, PEERS
+from raywl.cli import bench_cluster
 from raywl.cli.arguments import (
     Parser,
     Subparsers,
@@ -82,6 +83,7 @@ def add_parser(subparsers: Subparsers) -> None:
     make.add_argument(
         "--size", type=byte_size, default="2GiB", metavar="SIZE", help="bytes of tensors (default 2GiB)"
     )
+    bench_cluster.add_parsers(commands)
     iterate = add_command(
         commands,
         "iterate",

@@ -34,6 +34,8 @@ OPTIONS = {
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
     "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan", "--peers", "--strategy"},
     "bench make": COMMON | {"FOLDER", "--layout", "--size"},
+    "bench cluster": COMMON | {"--size", "--hosts", "--situation", "--rate", "--repeat", "--plot"},
+    "bench coordinator": COMMON | {"--nodes", "--files", "--deaths"},
     "bench iterate": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--max-workers", "--pause-ms"},
 }
 

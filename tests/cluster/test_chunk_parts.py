@@ -176,6 +176,24 @@ def test_rates_are_of_the_busy_time():
     assert meter.total_bytes == 80
 
 
+def test_rates_of_pieces_that_end_together():
+    """Two that were under way at the same time: the time between their ends tells nothing."""
+    clock = Clock()
+    meter = Meter(10.0, 1, clock)
+    meter.begin()
+    meter.begin()
+    clock.now_s = 4.0
+    meter.end(20)
+    clock.now_s = 4.001
+    meter.end(20)
+    assert meter.bytes_per_s == pytest.approx(10.0, rel=0.01)
+    for end_s in range(8, 60, 4):
+        meter.begin()
+        clock.now_s = end_s
+        meter.end(8)
+    assert meter.bytes_per_s == pytest.approx(2.0, rel=0.01)
+
+
 def test_a_chunk_is_put_once_for_all_that_ask():
     clock = Clock()
     window, meter, put = Window(100, clock), Meter(10.0, 1, clock), []

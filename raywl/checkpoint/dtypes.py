@@ -7,6 +7,7 @@ elements are narrower than a byte.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def dtype_of(torch_name: str) -> str | None:
     return _OF_TORCH.get(torch_name)
 
 
+@cache
 def torch_dtype(dtype: str) -> torch.dtype:
     """torch's dtype for the dtype of an entry."""
     import torch

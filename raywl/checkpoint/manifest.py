@@ -443,4 +443,6 @@ def _digest(index: str | None, files: Sequence[FileEntry], headers: Sequence[Fil
 
 def sorted_for_iteration(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Names by file in natural order, then by name: the order of every iterator on every rank."""
-    return sorted(names, key=lambda name: (natural_sort_key(tensors[name].file), tensors[name].file, name))
+    files = sorted({tensors[name].file for name in names}, key=lambda file: (natural_sort_key(file), file))
+    order = {file: at for at, file in enumerate(files)}
+    return sorted(names, key=lambda name: (order[tensors[name].file], name))

@@ -92,6 +92,7 @@ class Binding:
         """Names of targets that had no memory before."""
         self.may_miss = _ignored_missing(model, self.by_name)
         self._shards, self._tp_plan, self._mapper = SpecTable(shards), tp_plan, mapper
+        self._cuts = bool(shards)
         self._stacked, self._expert_mapping = list(stacked or ()), list(expert_mapping or ())
         self._names = NameTable(self.by_name, stacked, expert_mapping, _prefixes(model))
         self._rules = ConversionRules(model)
@@ -204,7 +205,7 @@ class Binding:
             ShapeMismatchError: A tensor doesn't fit.
             ValueError: A cut, a style or a plan that isn't possible.
         """
-        boxes: dict[int, Box] = {}
+        boxes: dict[int, Box | None] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         if plan is None:
             self.route()
@@ -218,9 +219,9 @@ class Binding:
                 target = self.by_name[route.param]
                 self._check_loader(name, route, target)
                 if not _has_loader(target):
-                    boxes[index] = self._box(name, route, target, specs)
-                    if not is_dtensor(target.tensor) and route.fused is None:
-                        shapes[target.name] = tuple(end - start for start, end in boxes[index])
+                    box = boxes[index] = self._box(name, route, target, specs)
+                    if box is not None and not is_dtensor(target.tensor) and route.fused is None:
+                        shapes[target.name] = tuple(end - start for start, end in box)
         for target in self.targets:
             if target.is_meta and target.persistent and target.name not in self.absent:
                 one = target.tensor.numel() == 1
@@ -228,7 +229,11 @@ class Binding:
                     tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
                 )
                 materialise(target, shape, self.device)
-        memory = {target.name: target.local for target in self.targets if not target.is_meta}
+        memory = {
+            target.name: target.local if is_dtensor(target.tensor) else target.tensor
+            for target in self.targets
+            if not target.is_meta
+        }
         # Before loaders run, since every torch call is watched then, which costs more than the call.
         self._declared = {
             index: self._copy_of(
@@ -275,12 +280,14 @@ class Binding:
                 f"{route.expert_id}), but has no weight_loader to place it"
             )
 
-    def _box(self, name: str, route: Route, target: Target, specs: Mapping[str, ShardSpec]) -> Box:
-        """The part of a tensor that a parameter without a loader keeps."""
+    def _box(self, name: str, route: Route, target: Target, specs: Mapping[str, ShardSpec]) -> Box | None:
+        """The part of a tensor that a parameter without a loader keeps; `None` for all of it."""
         entry = self.checkpoint.tensors[name]
         full = torch_shape(entry.dtype, entry.shape)
         has = tuple(target.tensor.shape)
         _check_dtype(self.checkpoint, name, entry, route.param, target.tensor.dtype)
+        if has == full and not (self._cuts or specs or route.fused or is_dtensor(target.tensor)):
+            return None
         if is_dtensor(target.tensor):
             if has != full:
                 raise ShapeMismatchError(name, has, full, f"does not fit {route.param}, a DTensor")
@@ -341,7 +348,8 @@ class Binding:
     def _place(self, recorder: Recorder, name: str, route: Route, copy: Copy | None) -> None:
         target = self.by_name[route.param]
         self.routed.add(target.name)
-        self._parts.setdefault(target.name, set()).add((route.shard_id, route.expert_id))
+        if self._stacked or self._expert_mapping:
+            self._parts.setdefault(target.name, set()).add((route.shard_id, route.expert_id))
         if copy is not None:
             self.used.add(name)
             if 0 not in copy.shape:
@@ -365,15 +373,23 @@ class Binding:
         else:
             self.skipped[name] = f"the weight_loader of {route.param} {LEFT}"
 
-    def _copy_of(self, name: str, route: Route, box: Box, local: torch.Tensor) -> Copy:
+    def _copy_of(self, name: str, route: Route, box: Box | None, local: torch.Tensor) -> Copy:
         """The copy that brings the part of a tensor that a parameter without a loader keeps."""
         entry = self.checkpoint.tensors[name]
-        strides = tuple(stride * local.itemsize for stride in local.stride())
-        if _numel(torch_shape(entry.dtype, entry.shape)) == 1:
-            strides = (0,) * len(box)
         dtype, wanted = torch_name(entry.dtype), dtype_name(local.dtype)
         if dtype != wanted and dtype in _BYTE_CODED and wanted in _BYTE_CODED:
             wanted = dtype  # the same bits under another name
+        if box is None and dtype == wanted and entry.strides is None and local.is_contiguous():
+            # One run of bytes, as most are.
+            target, item = self.by_name[route.param].name, local.itemsize
+            shape, strides = (local.numel(),), (item,)
+            return Copy(name, entry.file, target, entry.start, 0, shape, strides, strides, dtype, wanted)
+        full = torch_shape(entry.dtype, entry.shape)
+        if box is None:
+            box = tuple((0, size) for size in full)
+        strides = tuple([stride * local.itemsize for stride in local.stride()])
+        if _numel(full) == 1:
+            strides = (0,) * len(box)
         start = self._fused_starts.get(name, ())
         first = sum(offset * stride for offset, stride in zip(start, strides, strict=False))
         target = self.by_name[route.param].name
@@ -410,6 +426,8 @@ class Binding:
 
     def lacking_parts(self, target: Target) -> list[str]:
         """Parts of a stacked or expert parameter that no tensor of the checkpoint was bound to."""
+        if not (self._stacked or self._expert_mapping):
+            return []
         have = self._parts.get(target.name, set())
         rows: list[tuple[str, str, Any, int | None]]
         rows = [(p, w, shard, None) for p, w, shard in self._stacked]
@@ -462,7 +480,7 @@ class Binding:
             if target is None:
                 raise ValueError(f"the plan is of another model: it writes {name}, which isn't here")
             dtype = dtype_name(target.tensor.dtype)
-            shape = tuple(target.local.shape)
+            shape = target.local_shape
             if dtype != info.dtype or (shape != info.shape and not target.is_meta):
                 raise ValueError(
                     f"the plan is of another model: {name} is {dtype} {list(shape)}, "
@@ -566,8 +584,10 @@ def _check_dtype(
 ) -> None:
     """Refuses conversions that lose the meaning of a value: floats into integers, complex into real."""
     has = torch_dtype(entry.dtype)
+    if has == wanted:
+        return
     both_bytes = torch_name(entry.dtype) in _BYTE_CODED and dtype_name(wanted) in _BYTE_CODED
-    if both_bytes or has == wanted:
+    if both_bytes:
         return
     if not torch.can_cast(has, wanted) or not can_convert(has, wanted):
         raise CheckpointError(

@@ -50,7 +50,7 @@ def note_loaded(
     computed: frozenset[str],
 ) -> None:
     """Notes what a model was loaded from, and what of it its loaders computed."""
-    strides = {target.name: tuple(target.local.stride()) for target in targets if not target.is_meta}
+    strides = {target.name: target.local_strides for target in targets if not target.is_meta}
     homeless = frozenset(report.unexpected)
     empty = tuple(name for name in report.loaded if not manifest.tensors[name].nbytes)
     _LOADED[model] = LastLoad(homeless, manifest.tensors, empty, report.plan, strides, computed)

@@ -165,7 +165,10 @@ def _wrap(tensor: torch.Tensor, source: LazySource) -> LazyWeight:
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    if args and isinstance(args[0], UnmappedWeight):
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -176,8 +179,10 @@ def lazy_copies(
     pairs: list[tuple[Any, Any]]
     if name == "copy_":
         source = args[1] if len(args) > 1 else kwargs.get("other")
-        pairs = [(args[0], source)] if args else []
-    elif name == "_foreach_copy_" and len(args) > 1 and len(args[0]) == len(args[1]):
+        if not args or not isinstance(source, LazyWeight) or isinstance(args[0], LazyWeight):
+            return None
+        return [(args[0], source)]
+    if name == "_foreach_copy_" and len(args) > 1 and len(args[0]) == len(args[1]):
         pairs = list(zip(args[0], args[1], strict=True))
     elif name == "__setitem__" and isinstance(args[2], LazyWeight) and is_basic(args[1]):
         if isinstance(args[0], LazyWeight):

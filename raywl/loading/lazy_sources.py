@@ -200,12 +200,11 @@ def memory_of_file(entry: TensorEntry, mapping: mmap.mmap | None) -> torch.Tenso
         return torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = entry.end - entry.start
     if mapping is None:
-        raw = without_memory(nbytes)
+        flat = without_memory(nbytes).view(dtype)
     else:
-        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=entry.start)
-    flat = raw.view(dtype)
+        flat = torch.frombuffer(mapping, dtype=dtype, count=nbytes // dtype.itemsize, offset=entry.start)
     if entry.strides is None:
-        return flat.view(shape)
+        return flat if len(shape) == 1 else flat.view(shape)
     return flat.as_strided(shape, [stride // flat.itemsize for stride in entry.strides])
 
 

@@ -220,7 +220,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
         copies=tuple(recorder.copies),
         fills=tuple(recorder.fills),
         targets={
-            target.name: TargetInfo(dtype_name(target.tensor.dtype), tuple(target.local.shape))
+            target.name: TargetInfo(dtype_name(target.tensor.dtype), target.local_shape)
             for target in binding.targets
             if not target.is_meta and (target.name in planned or recorder.written[target.name].nbytes)
         },
@@ -238,8 +238,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
         if not target.persistent or target.name in binding.may_miss:
             continue
         written = recorder.written.get(target.name)
-        local = target.local
-        nbytes = local.numel() * local.itemsize
+        nbytes = target.local_nbytes
         set_nbytes = 0 if written is None else recorder.set_nbytes(target.name)
         empty = binding.has_own_loader and not nbytes  # whose loader has nothing to copy
         if written is None or not (set_nbytes or written.otherwise or target.name in binding.routed or empty):

@@ -59,7 +59,10 @@ class Mappings:
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What a plain tensor holds, in memory of its own; `None` if it is in memory of its own already."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        if not self._mappings or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            # No weight was handed out, so that none can have stayed; or it can't be one.
+            return None
+        if not tensor.numel():
             return None
         source = source_behind(tensor)
         if source is not None:

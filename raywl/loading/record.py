@@ -33,7 +33,7 @@ from raywl.loading.lazy import (
     writes,
     written_to,
 )
-from raywl.loading.lazy_sources import without_detours
+from raywl.loading.lazy_sources import FileSource, without_detours
 from raywl.loading.mappings import Mappings
 from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
 from raywl.plan.fills import Fill, Number
@@ -64,7 +64,7 @@ class _Memory:
     """`(first byte, end byte, name)` in the storage."""
     pending: Pending = field(default_factory=Pending)
     """Noted copies that haven't been made; their `dst_start` counts from the storage's first byte."""
-    fills: list[Fill] = field(default_factory=list)
+    fills: list[Fill] | None = None
     """Noted constants that haven't been made, to be made before the copies; they count likewise."""
     immediate: bool = False
     """Whether something holds an alias that torch functions don't show."""
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         targets: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__()
-        self._manifest, self._reader, self._targets = manifest, reader, targets
+        self._manifest, self._reader = manifest, reader
         self._files = reader.files
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
         self.mappings = Mappings(manifest, reader.files)
@@ -119,17 +119,19 @@ class Recorder(TorchFunctionMode):
         """Whether any target was written to."""
         self.surprises: dict[str, None] = {}
         """What happened that the copies alone don't reproduce."""
-        self._copies_of: dict[str, list[Copy]] = {}
+        self._copies_by_target: dict[str, list[Copy]] = {}
+        self._num_sorted = 0
         self._overwritten: set[str] = set()
         for name, tensor in targets.items():
             self._add_target(name, tensor)
 
     def _add_target(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta" or not tensor.numel():
+        if tensor.is_meta or not tensor.numel():
             return
-        storage = tensor.untyped_storage()
         view = self._views[name] = ByteView(tensor)
-        memory = self._memories.setdefault(storage.data_ptr(), _Memory())
+        memory = self._memories.get(view.address)
+        if memory is None:
+            memory = self._memories[view.address] = _Memory()
         self._memory_by_name[name] = memory
         memory.targets.append((view.first, view.first + view.nbytes, name))
 
@@ -156,42 +158,56 @@ class Recorder(TorchFunctionMode):
 
     def copy(self, dst: torch.Tensor, src: LazyWeight) -> None:
         """Notes `dst.copy_(src)`, or makes it at once where that isn't safe."""
-        if dst.shape != src.shape:
+        source = src.source
+        # Here and below: what only looks at a weight needn't ask it.
+        with torch._C.DisableTorchFunctionSubclass():
+            same_shape, is_empty = dst.shape == src.shape, not src.numel()
+            wanted, has = dst.dtype, src.dtype
+        if not same_shape:
             try:
                 expanded: Any = src.expand(dst.shape)
             except RuntimeError:
                 raise ShapeMismatchError(
-                    src.source.name, dst.shape, src.shape, "can't be copied by its loader"
+                    source.name, dst.shape, src.shape, "can't be copied by its loader"
                 ) from None
             src = expanded
-        self.note_use(src.source)
-        if not src.numel() or (dst.device.type == "meta" and self._memory_of(dst) is None):
+        self.note_use(source)
+        if (is_empty and same_shape) or (dst.is_meta and self._memory_of(dst) is None) or not dst.numel():
             return
-        if dst.dtype != src.dtype and not can_convert(src.dtype, dst.dtype):
-            path = self._manifest.source.label(src.source.entry.file)
-            raise CheckpointError(path, src.source.name, f"{src.dtype} can't be copied into {dst.dtype}")
+        if wanted != has and not can_convert(has, wanted):
+            path = self._manifest.source.label(source.entry.file)
+            raise CheckpointError(path, source.name, f"{has} can't be copied into {wanted}")
         with self._lock:
             if self._thread is not None and threading.get_ident() != self._thread:
                 self._share()
             memory = self._memory_of(dst)
-            noted = None if memory is None else self._copy_of(dst, src, memory)
-            if memory is None or noted is None or src.source.loaded is not None:
+            noted = None
+            if memory is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    noted = self._run_of(dst, src, memory) or self._copy_of(dst, src, memory)
+            if memory is None or noted is None or source.loaded is not None:
                 self._copy_now(dst, src, memory, noted)
                 return
             self._note(noted, memory)
-            self._keep(self._in_target(noted, memory))
+            self.copies.append(self._in_target(noted))
             if self._shared or memory.immediate or self._thread is None:
                 self.drain()
 
-    def _keep(self, copy: Copy) -> None:
-        self.copies.append(copy)
-        self._copies_of.setdefault(copy.target, []).append(copy)
+    @property
+    def _copies_of(self) -> dict[str, list[Copy]]:
+        """All copies so far by target; sorted when it is asked for, which few loads do."""
+        for copy in self.copies[self._num_sorted :]:
+            self._copies_by_target.setdefault(copy.target, []).append(copy)
+        self._num_sorted = len(self.copies)
+        return self._copies_by_target
 
     @property
     def computed(self) -> frozenset[str]:
         """Targets that hold, wholly or in part, something else than copies have set: loaders computed it."""
-        instead = (name for name, written in self.written.items() if written.otherwise)
-        return frozenset(self._overwritten.union(n for n in instead if n not in self._copies_of))
+        instead = {name for name, written in self.written.items() if written.otherwise}
+        if instead:
+            instead.difference_update(copy.target for copy in self.copies)
+        return frozenset(self._overwritten | instead)
 
     def _note(self, copy: Copy, memory: _Memory) -> None:
         """Takes a copy, after those that it may overlap."""
@@ -231,7 +247,7 @@ class Recorder(TorchFunctionMode):
             return True
 
     def _note_fill(self, fill: Fill, memory: _Memory) -> None:
-        memory.fills.append(fill)
+        memory.fills = [*(memory.fills or ()), fill]
         for first, last, name in memory.targets:
             if first < fill.dst_end and fill.dst_start < last:
                 self.written[name].otherwise = True
@@ -244,9 +260,10 @@ class Recorder(TorchFunctionMode):
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""
-        self._keep(copy)
+        self.copies.append(copy)
         first = self._views[copy.target].first
-        self._note(copy._replace(dst_start=copy.dst_start + first), self._memory_by_name[copy.target])
+        noted = copy._replace(dst_start=copy.dst_start + first) if first else copy
+        self._note(noted, self._memory_by_name[copy.target])
 
     def _copy_now(
         self, dst: torch.Tensor, src: LazyWeight, memory: _Memory | None, noted: Copy | None
@@ -264,10 +281,27 @@ class Recorder(TorchFunctionMode):
         if tensor.layout is not torch.strided:
             return None
         try:
-            return self._memories.get(tensor.untyped_storage().data_ptr())
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            return self._memories.get(tensor.data_ptr() - start)
         except RuntimeError:
             # It has none: a parameter that another thread let stand for a weight.
             return None
+
+    def _run_of(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory) -> Copy | None:
+        """The copy as data if it is one run of bytes on both sides, as most are; see `_copy_of`."""
+        source, dtype = src.source, dst.dtype
+        if type(source) is not FileSource or dtype != src.dtype or dtype.is_complex:
+            return None
+        if not (dst.is_contiguous() and src.is_contiguous()) or dst.is_neg() or src.is_neg():
+            return None
+        item, count = dtype.itemsize, dst.numel()
+        start = int(dst.storage_offset()) * item
+        target = self._holder_of(start, start + count * item, memory)
+        if target is None:
+            return None
+        entry, name = source.entry, dtype_name(dtype)
+        first = entry.start + int(src.storage_offset()) * item
+        return Copy(source.name, entry.file, target, first, start, (count,), (item,), (item,), name, name)
 
     def _copy_of(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory) -> Copy | None:
         """The copy as data, counted from the storage's first byte; `None` where no target holds it all."""
@@ -321,9 +355,9 @@ class Recorder(TorchFunctionMode):
                 return name
         return None
 
-    def _in_target(self, copy: Copy, memory: _Memory) -> Copy:
-        first = next(first for first, _, name in memory.targets if name == copy.target)
-        return copy._replace(dst_start=copy.dst_start - first)
+    def _in_target(self, copy: Copy) -> Copy:
+        first = self._views[copy.target].first
+        return copy._replace(dst_start=copy.dst_start - first) if first else copy
 
     # What happens to the memory of targets.
 
@@ -349,11 +383,11 @@ class Recorder(TorchFunctionMode):
         """Makes all noted constants now; what is copied there comes later."""
         with self._lock:
             for memory in self._memories.values():
-                for fill in memory.fills:
+                for fill in memory.fills or ():
                     self.started = True
                     view = self._views[fill.target]
                     make_fill(fill._replace(dst_start=fill.dst_start - view.first), view)
-                memory.fills.clear()
+                memory.fills = None
 
     def finish(self) -> list[Copy]:
         """The copies that are still to be made; forgets them.
@@ -365,8 +399,9 @@ class Recorder(TorchFunctionMode):
             if self._failed is not None:
                 raise self._failed
             return [
-                self._in_target(copy, memory)
+                self._in_target(copy)
                 for memory in self._memories.values()
+                if memory.pending
                 for copy in memory.pending.take()
             ]
 
@@ -446,9 +481,13 @@ class Recorder(TorchFunctionMode):
         filled = fill_of(func, name, args, kwargs)
         if filled is not None and self.fill(*filled):
             return None if name == "__setitem__" else filled[0]
-        if lazy_copies(name, args, kwargs) is None:
+        pairs = lazy_copies(name, args, kwargs)
+        if pairs is None:
             self._before(name, args, kwargs)
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        for dst, src in pairs:
+            src.source.reader.copy(dst, src)
+        return pairs[0][0] if name == "copy_" else None
 
     def _before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes what is pending where a function is about to look at, or write to, a target's memory."""

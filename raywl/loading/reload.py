@@ -228,7 +228,7 @@ class _DryRecorder(Recorder):
     def make_fills(self) -> None:
         """Nothing is made, and live memory stays as it is."""
         for memory in self._memories.values():
-            memory.fills.clear()
+            memory.fills = None
 
     def drain(self) -> None:
         """Nothing is made; only noted as made."""

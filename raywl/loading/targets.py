@@ -16,6 +16,7 @@ from raywl.loading.lazy import LazyWeight, plain, writes, written_to
 
 __all__ = ["Target", "adopt_registered", "collect_targets", "init_buffers", "materialise", "restore"]
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _INITIALISERS = ("reset_buffers", "reset_parameters", "init_weights", "_init_weights")
 
 
@@ -42,7 +43,7 @@ class Target:
     @property
     def is_meta(self) -> bool:
         """Whether it has no memory yet."""
-        return self.tensor.device.type == "meta"
+        return self.tensor.is_meta
 
     @property
     def local(self) -> torch.Tensor:
@@ -50,6 +51,21 @@ class Target:
         tensor: Any = self.tensor
         local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         return local
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of `local`."""
+        return tuple((self.local if is_dtensor(self.tensor) else self.tensor).shape)
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes of the elements of `local`."""
+        return (self.local if is_dtensor(self.tensor) else self.tensor).nbytes
+
+    @property
+    def local_strides(self) -> tuple[int, ...]:
+        """The strides of `local`, in elements."""
+        return (self.local if is_dtensor(self.tensor) else self.tensor).stride()
 
     def registered(self) -> torch.Tensor:
         """What the model holds in its place now: loaders may have registered something else."""
@@ -69,6 +85,9 @@ class Target:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is distributed, without importing what may not be there."""
+    if type(tensor) in _PLAIN:
+        # Asking a tensor for an attribute that it hasn't takes long.
+        return False
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
@@ -99,14 +118,19 @@ def collect_targets(model: nn.Module) -> list[Target]:
 
 
 def _find_twins(targets: list[Target]) -> None:
-    first: dict[tuple[Any, ...], Target] = {}
+    at: dict[int, list[Target]] = {}
     for target in targets:
         tensor = target.tensor
         if target.is_meta or is_dtensor(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        other = first.setdefault(key, target)
-        target.twin = None if other is target else other
+        others = at.setdefault(tensor.data_ptr(), [])
+        if others:
+            same = (tensor.dtype, tensor.shape, tensor.stride())
+            target.twin = next(
+                (o for o in others if (o.tensor.dtype, o.tensor.shape, o.tensor.stride()) == same), None
+            )
+        if target.twin is None:
+            others.append(target)
 
 
 def materialise(target: Target, shape: tuple[int, ...], device: torch.device) -> None:

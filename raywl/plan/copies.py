@@ -56,7 +56,9 @@ class Copy(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that are kept, counted in the file's dtype."""
-        return math.prod(self.shape) * self.itemsize
+        shape = self.shape
+        count = shape[0] if len(shape) == 1 else math.prod(shape)
+        return count * _WIDE.get(self.src_dtype, 1)
 
     @property
     def converts(self) -> bool:

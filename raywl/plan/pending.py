@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from raywl.plan.copies import Copy, itemsize_of, may_overlap
 
@@ -11,6 +12,9 @@ __all__ = ["Pending", "covered_bytes", "merge_runs", "runs_of", "writes_once"]
 
 Run = tuple[int, int]
 """Half-open byte range."""
+
+_NONE: list[Any] = []
+"""Never added to."""
 
 
 class Pending:
@@ -25,9 +29,10 @@ class Pending:
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
-        self._starts: list[int] = []
-        self._apart: list[Copy] = []
-        self._crossing: list[Copy] = []
+        # Most memories have one copy, which needs no order.
+        self._starts: list[int] = _NONE
+        self._apart: list[Copy] = _NONE
+        self._crossing: list[Copy] = _NONE
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -36,8 +41,10 @@ class Pending:
         """Takes a copy."""
         self._copies.append(copy)
         if len(self._copies) == 1:
-            self._starts, self._apart = [copy.dst_start], [copy]
             return
+        if self._starts is _NONE:
+            first = self._copies[0]
+            self._starts, self._apart, self._crossing = [first.dst_start], [first], []
         if next(self._near(copy), None) is not None:
             self._crossing.append(copy)
             return
@@ -47,8 +54,8 @@ class Pending:
 
     def may_overlap(self, copy: Copy) -> bool:
         """Whether a copy could write a byte that one of these writes."""
-        if not self._copies:
-            return False
+        if len(self._copies) < 2:
+            return bool(self._copies) and may_overlap(copy, self._copies[0])
         return any(may_overlap(copy, other) for other in self._near(copy)) or any(
             may_overlap(copy, other) for other in self._crossing
         )
@@ -66,9 +73,8 @@ class Pending:
 
     def take(self) -> list[Copy]:
         """All copies, in order; none are left."""
-        copies = self._copies[:]
-        for held in (self._copies, self._starts, self._apart, self._crossing):
-            held.clear()
+        copies, self._copies = self._copies, []
+        self._starts = self._apart = self._crossing = _NONE
         return copies
 
 

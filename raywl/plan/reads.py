@@ -49,20 +49,25 @@ def schedule(copies: Iterable[Copy], file_order: dict[str, int]) -> list[Read]:
         copies: In any order.
         file_order: Position of every file among the checkpoint's files.
     """
-    pieces = [
-        piece
-        for copy in copies
-        if 0 not in copy.shape
-        for piece in split(normalise(copy), WINDOW_BYTES, GAP_BYTES)
-    ]
     # Each piece with its end, which takes arithmetic and is asked for often.
-    ends = [(file_order[piece.file], piece.src_start, piece.src_end, at) for at, piece in enumerate(pieces)]
+    ends: list[tuple[int, int, int, int, bool]] = []
+    pieces: list[Copy] = []
+    for copy in copies:
+        order = file_order[copy.file]
+        if len(copy.shape) == 1 and 0 < (nbytes := copy.nbytes) <= WINDOW_BYTES and copy.is_direct:
+            # Whole tensors, mostly: nothing to be arranged.
+            ends.append((order, copy.src_start, copy.src_start + nbytes, len(pieces), True))
+            pieces.append(copy)
+        elif 0 not in copy.shape:
+            for piece in split(normalise(copy), WINDOW_BYTES, GAP_BYTES):
+                ends.append((order, piece.src_start, piece.src_end, len(pieces), piece.is_direct))
+                pieces.append(piece)
+    ends.sort()
     reads: list[Read] = []
     group: list[Copy] = []
     end, direct = 0, False
-    for _, _, piece_end, at in sorted(ends):
+    for _, _, piece_end, at, piece_direct in ends:
         piece = pieces[at]
-        piece_direct = piece.is_direct
         if group and not (piece_direct == direct and _fits(group, end, direct, piece, piece_end)):
             reads.append(Read(group[0].file, group[0].src_start, end, direct, tuple(group)))
             group = []

@@ -72,7 +72,7 @@ def execute(
     longest = max((read.end - read.start for read in through), default=None)
     if longest is not None:
         num_threads = min(num_threads, _MAX_STAGING_THREADS)
-        wait_for_devices({targets[piece.target].raw.device for read in through for piece in read.pieces})
+        wait_for_devices({targets[piece.target].device for read in through for piece in read.pieces})
     num_threads = max(1, min(num_threads, len(reads)))
     work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline, bool(staged))
     if num_threads == 1:
@@ -90,7 +90,7 @@ def execute(
 
 def _in_reach(read: Read, targets: Mapping[str, ByteView]) -> bool:
     """Whether all of a read's targets are in memory of the host."""
-    return all(targets[piece.target].memory is not None for piece in read.pieces)
+    return all(targets[piece.target].in_reach for piece in read.pieces)
 
 
 class _Work:
@@ -171,10 +171,9 @@ class _Reads:
         for piece in read.pieces:
             if piece.src_start > position:
                 buffers.append(memoryview(bytearray(piece.src_start - position)))
-            memory = self._targets[piece.target].memory
-            assert memory is not None
-            buffers.append(memory[piece.dst_start : piece.dst_start + piece.nbytes])
-            position = piece.src_end
+            memory, start, nbytes = self._targets[piece.target].memory, piece.dst_start, piece.nbytes
+            buffers.append(memory if nbytes == memory.nbytes else memory[start : start + nbytes])
+            position = piece.src_start + nbytes
         self._way.fill(read.file, read.start, buffers)
         self.read_s += time.perf_counter() - start_s
 
@@ -196,7 +195,7 @@ class _StagedReads(_Reads):
         self._stage, self._staged = stage, staged
         # The buffers lie near the device that most parameters are on: any will do, of one host.
         self._device = next(
-            (view.raw.device for view in targets.values() if view.memory is None), torch.device("cpu")
+            (view.device for view in targets.values() if not view.in_reach), torch.device("cpu")
         )
 
     def make(self, read: Read) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import Any
 
@@ -12,9 +13,16 @@ from raywl.plan.pending import merge_runs, runs_of
 
 __all__ = ["ByteView", "bytes_of", "can_convert", "dtype_name", "int_dtype", "strided"]
 
+# Part of Python's stable interface; nothing in its library makes a view of an address as quickly.
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_WRITABLE = 0x200
+
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype, without the module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -70,25 +78,58 @@ def strided(
 class ByteView:
     """All bytes that a parameter spans, as uint8."""
 
+    # Most of a hundred thousand parameters are read into once: what that doesn't need is made when asked for.
+    __slots__ = ("_address", "_raw", "_shape", "_storage", "_strides", "dtype", "first", "in_reach", "nbytes")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
-        self.nbytes = span_of(tuple(tensor.shape), strides, tensor.itemsize)
-        """Bytes from the first element's first to the last element's last."""
+        item = tensor.itemsize
+        self._shape, self._strides = tensor.shape, tensor.stride()
         self.dtype = tensor.dtype
-        self._shape, self._strides = tuple(tensor.shape), strides
-        storage = tensor.untyped_storage()
-        self.first = int(tensor.storage_offset()) * tensor.itemsize
+        self.first = int(tensor.storage_offset()) * item
         """Byte of the storage that the first element starts at."""
-        self.raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        """1-d uint8 over those bytes."""
-        self.raw.set_(storage, self.first, (self.nbytes,), (1,))
-        self.memory = bytes_of(self.raw) if tensor.device.type == "cpu" else None
-        """The bytes to read into; `None` where no read can reach."""
+        self.nbytes = tensor.nbytes if tensor.is_contiguous() else self._span(item)
+        """Bytes from the first element's first to the last element's last."""
+        self.in_reach = tensor.is_cpu
+        """Whether reads can reach them."""
+        # The storage, whatever the tensor may come to stand for later.
+        self._storage = tensor.untyped_storage()
+        self._address = tensor.data_ptr()
+        self._raw: torch.Tensor | None = None
+
+    def _span(self, item: int) -> int:
+        return span_of(tuple(self._shape), tuple([stride * item for stride in self._strides]), item)
+
+    @property
+    def address(self) -> int:
+        """Address of the storage that they lie in."""
+        return self._address - self.first
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._storage.device
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """1-d uint8 over the bytes."""
+        if self._raw is None:
+            self._raw = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            self._raw.set_(self._storage, self.first, (self.nbytes,), (1,))
+        return self._raw
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes to read into; valid for as long as this is held, and only where reads can reach."""
+        if not self.nbytes:
+            return memoryview(b"")
+        view: memoryview = _view_memory(self._address, self.nbytes, _WRITABLE)
+        return view
 
     def runs(self) -> list[tuple[int, int]]:
         """The byte ranges of the storage that its elements take."""
-        name = dtype_name(self.dtype)
-        whole = Copy("", "", "", 0, self.first, self._shape, self._strides, self._strides, name, name)
+        name, item = dtype_name(self.dtype), self.dtype.itemsize
+        strides = tuple([stride * item for stride in self._strides])
+        whole = Copy("", "", "", 0, self.first, tuple(self._shape), strides, strides, name, name)
         return merge_runs(runs_of(whole))
 
     def view_for(self, copy: Copy) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Stage:
         """Starts all copies out of a buffer, whatever their devices; see `Carrier.send`."""
         by_device: dict[torch.device, list[tuple[Copy, ByteView]]] = {}
         for piece, target in pieces:
-            by_device.setdefault(target.raw.device, []).append((piece, target))
+            by_device.setdefault(target.device, []).append((piece, target))
         for device, group in by_device.items():
             if device not in self._carriers:
                 self._carriers[device] = _carrier_for(device, self._nbytes)

@@ -129,7 +129,7 @@ def test_pieces_go_to_the_carriers_of_their_devices(monkeypatch):
 
     class View:
         def __init__(self, kind):
-            self.raw = torch.empty(0, dtype=torch.uint8, device=kind)
+            self.device = torch.device(kind)
 
     monkeypatch.setattr(staging, "_carrier_for", lambda device, nbytes: Carrier(device))
     stage = Stage(100)
@@ -155,7 +155,7 @@ def test_only_what_no_read_can_reach_is_staged(made, monkeypatch):  # noqa: F811
     real_execute = reader_module.execute
 
     def far(reads, files, targets, **more):
-        targets["large"].memory = None
+        targets["large"].in_reach = False
         real_execute(reads, files, targets, **more)
 
     monkeypatch.setattr(reader_module, "execute", far)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,13 @@ def to_bytes(value: Any) -> bytes:
 class _Pickler(CloudPickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and type(value) is torch.Tensor and _is_odd(value):
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _rebuild, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if torch is not None and type(value) is torch.Tensor:
+            if _is_odd(value):
+                flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return _rebuild, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            # Torch's own way. With RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 Ray has another one, which fails on
+            # conjugate and meta tensors, and forgets that a gradient is wanted.
+            return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return super().reducer_override(value)
 
 

@@ -30,10 +30,10 @@ def fuse(tmp_path: Path) -> Iterator[FuseMount]:
         yield mount
 
 
-def mapped_weights() -> list[str]:
-    """Weight files that this process has mapped."""
+def mappings_of(path: str) -> list[str]:
+    """Lines of this process's memory map that are a file."""
     with open("/proc/self/maps") as file:
-        return [line.rstrip() for line in file if ".safetensors" in line]
+        return [line.rstrip() for line in file if path in line]
 
 
 def reader_threads() -> list[str]:

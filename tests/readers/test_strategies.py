@@ -18,7 +18,7 @@ from raywl.node import page_cache
 from raywl.readers import ways
 from raywl.strategies import STRATEGIES
 
-from .conftest import mapped_weights, mounted, reader_threads
+from .conftest import mappings_of, mounted, reader_threads
 
 FILE = "model.safetensors"
 every = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,7 +102,7 @@ def test_the_same_bytes(made, strategy, cold):
     model.check()
     assert report.bytes_read == report.plan.nbytes == sum(report.bytes_by_file.values())
     assert not reader_threads()
-    assert not mapped_weights()
+    assert not mappings_of(path)
     assert not [fd for fd in os.listdir("/proc/self/fd") if _target(fd) == path]
 
 

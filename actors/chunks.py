@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from raywl.actors.chunk_window import Window
 from raywl.actors.failures import Place, as_raywl_error
+from raywl.actors.shared_lock import SharedLocks
 from raywl.actors.stage_work import StageWork, window_of
 from raywl.checkpoint.manifest import find_weights
 from raywl.coordination import NodeReport, Orders, StageSpec, Ticket
@@ -117,6 +118,7 @@ class ChunkMover:
         self._lock = threading.Lock()
         self._works: dict[str, StageWork] = {}
         self._windows: tuple[Window, Window] | None = None
+        self._locks = SharedLocks()
 
     def names(self) -> tuple[str, ...]:
         """The runs that this node takes part in; it is needed as long as there are any."""
@@ -134,8 +136,10 @@ class ChunkMover:
             work = self._works.get(run)
             if work is None:
                 try:
-                    into, out_of = self._shared_windows(request.window_bytes)
-                    work = StageWork(request, self._node_id, str(self._place), self._link, into, out_of)
+                    windows = self._shared_windows(request.window_bytes)
+                    work = StageWork(
+                        request, self._node_id, str(self._place), self._link, windows, self._locks
+                    )
                 except Exception as error:
                     raise as_raywl_error(error, self._place, "staging") from None
                 self._works[run] = work

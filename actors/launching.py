@@ -348,9 +348,13 @@ class _Launch:
         parts = self._parts
         sent = ray.put(job)
         poll = None if self._progress is None else ProgressPoll(parts.ranks, self._progress)
-        reports: list[LoadReport] = gather(
-            [rank.load.remote(sent) for rank in parts.ranks], places, self._deadline, on_tick=poll
-        )
+        loading = [rank.load.remote(sent) for rank in parts.ranks]
+        try:
+            reports: list[LoadReport] = gather(loading, places, self._deadline, on_tick=poll)
+        except NodeLostError as error:
+            told = f"while loading {self._ask.request.label}: {error.reason}"
+            lost = NodeLostError(told, node=error.node, rank=error.rank)
+            raise (lost if error.where is None else lost.at(error.where)) from error
         if poll is not None:
             poll.finish(sum(report.bytes_read for report in reports))
         return reports

@@ -28,7 +28,7 @@ __all__ = ["COORDINATOR", "choose_nodes", "chunk_bytes_for", "stage_on_nodes", "
 
 COORDINATOR = Place("of the coordinator")
 
-_TICK_S = 0.25
+_TICK_S, _TICK_S_PER_NODE = 0.25, 0.002
 _CALL_S = 10.0
 _MIN_CHUNK_BYTES = 64 << 10
 _CHUNKS_IN_WINDOW = 8
@@ -193,7 +193,8 @@ class _Staging:
         """Looks at calls that have ended before the run: an agent that died, or that refused."""
         if not self._calls:
             return
-        wait_s = self.deadline.remaining_s(_TICK_S)
+        # A look at a thousand nodes is work for the coordinator.
+        wait_s = self.deadline.remaining_s(max(_TICK_S, len(self.nodes) * _TICK_S_PER_NODE))
         ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=wait_s)
         for call in ended:
             node = self._calls.pop(call)

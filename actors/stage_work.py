@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raywl.actors.chunk_queue import ChunkQueue
 from raywl.actors.chunk_window import Meter, Offers, Window
 from raywl.actors.markers import FolderMarker
+from raywl.actors.shared_lock import SharedLocks
 from raywl.actors.staged_files import DiskFailed, StagedFiles
 from raywl.coordination import FetchFailure, NodeReport, Orders, Ticket, unpack_route
 from raywl.errors import CheckpointError, ClusterError, RaywlError, SourceError
@@ -57,29 +58,36 @@ class StageWork:
     """
 
     def __init__(
-        self, request: StageRequest, node_id: str, label: str, link: MoverLink, into: Window, out_of: Window
+        self,
+        request: StageRequest,
+        node_id: str,
+        label: str,
+        link: MoverLink,
+        windows: tuple[Window, Window],
+        locks: SharedLocks,
     ) -> None:
         """Args:
         request: What is to be done.
         node_id: This node's.
         label: What to call it.
         link: The way to the cluster.
-        into: Room in the object store for what comes in,
-        out_of: and for what goes out.
+        windows: Room in the object store for what comes in, and for what goes out.
+        locks: What keeps other processes from fetching the same.
 
         Raises:
             RaywlError: The source can't be opened here.
         """
         self._spec, self._table = request.spec, request.spec.table
         self._node_id, self._label, self._link = node_id, label, link
-        self._into, self._out_of = into, out_of
+        self._into, self._out_of = windows
+        self._locks = locks
         self._files = StagedFiles(request.pin.open(), self._table)
         source = self._files.source
         self._kind = source.kind
         self._marker = FolderMarker(os.path.dirname(source.repository.folder), self._spec.run, node_id)
         self._fetch_meter, self._send_meter = Meter(10.0, 1), Meter(5.0, 4)
         self._received = Meter(10.0, 1)
-        self._offers = Offers(out_of, self._send_meter, _OFFER_S)
+        self._offers = Offers(self._out_of, self._send_meter, _OFFER_S)
         rate = float(os.environ.get("RAYWL_MAX_PEER_BYTES_PER_S") or 0)
         self._pace = Pace(rate) if rate > 0 else None
         self._changed = threading.Condition()
@@ -340,7 +348,7 @@ class StageWork:
         )
         timer.daemon = True
         timer.start()
-        with source.lock():
+        with self._locks.held(source.repository.folder, source.lock, self._stop):
             timer.cancel()
             if time.monotonic() - began_s > 1.0:
                 has = self._files.look()

@@ -90,7 +90,7 @@ class StagedFiles:
             elif size_of(self.source.repository.blob(self.source.key(file))) == file.size:
                 # Of another version, which has the same file; or of a process that was killed just then.
                 has |= self.table.file_bits(index)
-            elif self.source.key(file) in left:
+            elif file.size and self.source.key(file) in left:
                 has |= self._in_part(index)
         return has
 

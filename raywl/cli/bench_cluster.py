@@ -22,10 +22,10 @@ def add_parsers(commands: Subparsers) -> None:
         "cluster",
         run_cluster,
         help="staging over hosts that are network namespaces of this machine",
-        description="Stages a checkpoint onto 1, 2 and 4 hosts (as root, with ip and tc; each host is a network "
-        "namespace with a link of 1 Gbit/s) from a web server that (a) sends 200 Mbit/s in all, (b) sends "
-        "100 Mbit/s to each host, (c) isn't asked, as one host has everything; and downloads it on each host "
-        "alone, all at once.",
+        description="Stages a checkpoint onto 1, 2 and 4 hosts (as root, with ip and tc; each host is a "
+        "network namespace with a link of 1 Gbit/s) from a web server that (a) sends 200 Mbit/s in all, "
+        "(b) sends 100 Mbit/s to each host, (c) isn't asked, as one host has everything; and downloads it on "
+        "each host alone, all at once.",
     )
     cluster.add_argument(
         "--size", type=byte_size, default="256MiB", metavar="SIZE", help="bytes of tensors (default 256MiB)"
@@ -50,8 +50,8 @@ def add_parsers(commands: Subparsers) -> None:
         "coordinator",
         run_coordinator,
         help="the coordinator's own time with a thousand simulated nodes",
-        description="Runs the state machine that hands out chunks with simulated nodes, some of which die, and "
-        "counts the processor time that it takes itself.",
+        description="Runs the state machine that hands out chunks with simulated nodes, some of which die, "
+        "and counts the processor time that it takes itself.",
     )
     for name, default, help in (
         ("nodes", 1000, "nodes"),
@@ -123,8 +123,8 @@ def run_coordinator(args: argparse.Namespace, out: Output) -> int:
     found = Simulation(args.nodes, args.files, num_deaths=args.deaths).run()
     out.json(found)
     out.text(
-        f"{found['nodes']} nodes, {found['files']} files, {found['chunks']} chunks, {found['deaths']} deaths: "
-        f"{found['own_s']:.2f} s of the coordinator's own time for {found['messages']} messages"
+        f"{found['nodes']} nodes, {found['files']} files, {found['chunks']} chunks, {found['deaths']} "
+        f"deaths: {found['own_s']:.2f} s of the coordinator's own time for {found['messages']} messages"
     )
     out.text(
         f"the source sent {found['source_ratio']:.3f} x the checkpoint; {found['finished']} nodes have it"

@@ -381,9 +381,9 @@ class Binding:
             wanted = dtype  # the same bits under another name
         if box is None and dtype == wanted and entry.strides is None and local.is_contiguous():
             # One run of bytes, as most are.
-            target, item = self.by_name[route.param].name, local.itemsize
-            shape, strides = (local.numel(),), (item,)
-            return Copy(name, entry.file, target, entry.start, 0, shape, strides, strides, dtype, wanted)
+            target, by_item = self.by_name[route.param].name, (local.itemsize,)
+            shape = (local.numel(),)
+            return Copy(name, entry.file, target, entry.start, 0, shape, by_item, by_item, dtype, wanted)
         full = torch_shape(entry.dtype, entry.shape)
         if box is None:
             box = tuple((0, size) for size in full)

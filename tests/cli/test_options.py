@@ -32,7 +32,9 @@ OPTIONS = {
     "status": COMMON | {"--address", "--cache-dir"},
     "prune": COMMON | {"--address", "--cache-dir", "--older-than", "--max-size", "--dry-run"},
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},
-    "bench load": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan", "--peers", "--strategy"},
+    "bench load": COMMON
+    | SOURCE
+    | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan", "--peers", "--strategy"},
     "bench make": COMMON | {"FOLDER", "--layout", "--size"},
     "bench cluster": COMMON | {"--size", "--hosts", "--situation", "--rate", "--repeat", "--plot"},
     "bench coordinator": COMMON | {"--nodes", "--files", "--deaths"},

@@ -44,12 +44,13 @@ class LocalCluster:
     def source_of(self, name: str) -> Any:
         return replace(self.pin, cache_dir=str(self.cache_of(name))).open()
 
-    def start(self, *names: str, spec: StageSpec | None = None) -> None:
+    def start(self, *names: str, same_agent: bool = False) -> None:
         """Starts agents, by default on all nodes; one that is started again has lost its memory."""
         for name in names or self.names:
             pin = replace(self.pin, cache_dir=str(self.cache_of(name)))
-            request = StageRequest(spec or self.spec, pin)
-            mover = self.movers[name] = ChunkMover(name, name, _Link(self, name))
+            request = StageRequest(self.spec, pin)
+            mover = self.movers[name] if same_agent else ChunkMover(name, name, _Link(self, name))
+            self.movers[name] = mover
             self.unreachable.discard(name)
             thread = threading.Thread(target=self._work, args=(name, mover, request), daemon=True)
             self.threads[name] = thread

@@ -62,11 +62,12 @@ def test_a_factory_that_raises_on_one_rank(checkpoint):
 
 
 def test_a_rank_that_is_killed_while_loading(checkpoint):
-    """kill -9: the rank and its node are named, soon."""
+    """C52: kill -9: the rank, its node and what it was loading are named, soon, and it is no timeout."""
     start_s = time.monotonic()
     with pytest.raises(NodeLostError) as caught:
         launch_two(checkpoint, parts.dies_on_last)
     assert caught.value.rank == 1
+    assert f"while loading {checkpoint}" in str(caught.value)
     assert "rank 1 on node" in str(caught.value)
     assert time.monotonic() - start_s < 30
 

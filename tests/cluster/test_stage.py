@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -217,6 +218,46 @@ def test_an_agent_is_killed(store, caches):
     assert all(files_on(folder, "killed") == files for folder in folders)
     assert store.num_bytes("/bucket/killed/*") <= 1.35 * nbytes
     assert not [path for folder in folders for path in left_over(folder)]
+
+
+@pytest.mark.slow
+def test_an_agent_is_paused(store, caches):
+    """For longer than its lease: others take over what it was fetching; when it comes back, it has to join
+    again, and has the right files in the end."""
+    import ray
+
+    from raywl.actors.names import NAMESPACE, coordinator_name
+
+    _, folders = caches
+    files = weights(12)
+    nbytes = sum(map(len, files.values()))
+    ref = put(store, "paused", files)
+    held = store.fail("/bucket/paused/model-00003*", "hang", times=6, after_bytes=100_000)
+    work = InBackground(ref)
+    assert held.reached.wait(60)
+    eventually(work.has_bytes(nbytes), 60, "a third of all bytes are there")
+    node_id, (_, pid) = next(iter(agents().items()))
+    coordinator = ray.get_actor(coordinator_name(), namespace=NAMESPACE)
+
+    def state_of_it() -> str:
+        (run,) = [
+            run
+            for run in ray.get(coordinator.status.remote(), timeout=30)["stages"]
+            if run["label"] == ref and run["state"] == "running"
+        ]
+        return next(node["state"] for node in run["nodes"] if node["node"] == node_id)
+
+    assert state_of_it() == "working"
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        store.mend()
+        eventually(lambda: state_of_it() == "absent", 60, "its lease is over")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    report = work.wait()
+    assert [node.state for node in report.nodes] == ["finished"] * 3
+    assert all(files_on(folder, "paused") == files for folder in folders)
+    assert store.num_bytes("/bucket/paused/*") <= 1.5 * nbytes
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from raywl.coordination import StagingBoard
 from raywl.errors import AuthError, CapacityError, SourceError
@@ -25,6 +26,9 @@ QUICK = Limits(stall_s=2.0, retries=1)
 def hub(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    # The client reads its environment once, at import.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     with HubServer() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -273,6 +277,42 @@ def test_nodes_that_do_not_reach_each_other(hub, tmp_path):
     cluster.start()
     assert cluster.wait(60.0).state == "done"
     assert not cluster.sent
+
+
+def test_two_revisions_at_once(hub, tmp_path):
+    """Each begins first on another node, where it has the repository's lock: neither waits for the other."""
+    old = pin_of(hub)
+    files = {**FILES, "model-2.safetensors": random_bytes(200_000, 7)}
+    new = pin_of(hub, files)
+    assert old.commit != new.commit
+    one = LocalCluster(old, tmp_path, 2)
+    two = LocalCluster(new, tmp_path, 2)
+    two.board, two.lock, two.movers = one.board, one.lock, one.movers
+    two.spec = replace(two.spec, run="run-2", key="key-2")
+    one.start("node0")
+    two.start("node1")
+    one.wait(until=lambda state: state.nodes[0].state == "working")
+    two.wait(until=lambda state: state.nodes[1].state == "working")
+    one.start("node1", same_agent=True)
+    two.start("node0", same_agent=True)
+    assert one.wait().state == "done"
+    assert two.wait().state == "done"
+    assert all(one.content(name) == FILES and two.content(name) == files for name in one.names)
+
+
+def test_another_process_fetches_the_same(hub, tmp_path):
+    """A node whose cache is locked waits, and says so; what the other process brings it takes."""
+    cluster = LocalCluster(pin_of(hub), tmp_path, 1)
+    source = cluster.source_of("node0")
+    with source.lock():
+        cluster.start()
+        state = cluster.wait(until=lambda state: bool(state.nodes[0].notes))
+        assert "waits for another process" in state.nodes[0].notes[0]
+        assert state.nodes[0].fetched_bytes == 0
+        source.bring(list(source.files.values()))
+        hub.forget()
+    assert cluster.wait().state == "done"
+    assert hub.num_bytes() == 0
 
 
 def test_threads_end(hub, tmp_path):

@@ -53,5 +53,6 @@ def test_bytes_and_seconds_of_every_rank(checkpoint):
     for rank, report in enumerate(loaded.ranks):
         assert samples["ray_raywl_bytes_total", str(rank), "load", "files"] == report.bytes_read
         for phase, seconds in report.phases.items():
-            shown = samples["ray_raywl_phase_seconds_total", str(rank), "load", phase]
+            # What took no time isn't counted.
+            shown = samples.get(("ray_raywl_phase_seconds_total", str(rank), "load", phase), 0.0)
             assert shown == pytest.approx(seconds, rel=1e-3)

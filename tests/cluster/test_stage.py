@@ -297,11 +297,13 @@ def test_a_node_dies(store, caches, tmp_path):
     node = cluster.add_node(
         num_cpus=1, object_store_memory=STORE_BYTES, env_vars={"RAYWL_CACHE": str(folder)}
     )
-    held = store.fail("/bucket/dying/model-00002*", "hang", times=1, after_bytes=100_000)
-    work = InBackground(ref)
-    assert held.reached.wait(60)
-    cluster.remove_node(node, allow_graceful=False)
-    store.mend()
+    try:
+        held = store.fail("/bucket/dying/model-00002*", "hang", times=6, after_bytes=100_000)
+        work = InBackground(ref)
+        assert held.reached.wait(60)
+    finally:
+        cluster.remove_node(node, allow_graceful=False)
+        store.mend()
     report = work.wait()
     states = {one.node_id: one.state for one in report.nodes}
     assert sorted(states.values()) == ["finished"] * 3 + ["lost"]

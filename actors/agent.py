@@ -180,10 +180,6 @@ class NodeAgent:
         """Another node's agent has a chunk that it asked for."""
         self._mover.thanks(run, chunk, asker)
 
-    def stop_stage(self, run: str) -> None:
-        """Ends a staging on this node, whatever the coordinator says."""
-        self._mover.stop(run)
-
     def staging(self) -> dict[str, Any]:
         """What is being staged here, as JSON values."""
         return self._mover.status()

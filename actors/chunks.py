@@ -182,13 +182,6 @@ class ChunkMover:
         if work is not None:
             work.thanked(chunk, asker)
 
-    def stop(self, run: str) -> None:
-        """Ends a run on this node; what came stays on its disk."""
-        with self._lock:
-            work = self._works.get(run)
-        if work is not None:
-            work.stop("the driver has ended it")
-
     def status(self) -> dict[str, Any]:
         """The runs here, as JSON values."""
         with self._lock:

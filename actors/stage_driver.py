@@ -140,7 +140,6 @@ class _Staging:
     progress: Progress | None
     _calls: dict[Any, Node] = field(default_factory=dict)
     _tries: dict[str, int] = field(default_factory=dict)
-    _state: StageState | None = None
 
     def run(self) -> StageState:
         """Waits until all nodes have it."""
@@ -181,7 +180,6 @@ class _Staging:
             asked = self._coordinator.begin_stage.remote(self.request.spec, self._driver)
             try:
                 state: StageState = ray.get(asked, timeout=max(_CALL_S, self.deadline.remaining_s(60.0)))
-                self._state = state
                 return state
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 self._coordinator = make_coordinator()

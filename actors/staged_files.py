@@ -193,11 +193,6 @@ class StagedFiles:
         with self._lock:
             self._whole.add(index)
 
-    @property
-    def num_whole(self) -> int:
-        """How many files are under their names."""
-        return len(self._whole)
-
     def whole_again(self) -> bool:
         """Looks whether all files are under their names by now: another node may have filled the folder."""
         self._whole = {index for index, file in enumerate(self._files) if self.source.has(file.name)}

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import filelock
 
+from raywl.disk import sync_folder
 from raywl.errors import LockError
 
 __all__ = ["acquire_within", "atomic_writer", "get_lock"]
@@ -254,10 +255,4 @@ def atomic_writer(
         raise
     finally:
         os.close(descriptor)
-    # The new name itself is in the folder's data. Not every file system lets a folder be synced.
-    with contextlib.suppress(OSError):
-        of_folder = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(of_folder)
-        finally:
-            os.close(of_folder)
+    sync_folder(folder)

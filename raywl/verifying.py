@@ -27,7 +27,7 @@ from raywl.checkpoint.manifest import (
 from raywl.errors import CheckpointError, MissingFileError, RaywlError, SourceError, some_of
 from raywl.sources import Source
 from raywl.sources.cache import check_hash
-from raywl.sources.selection import FORMATS, SAFETENSORS, WeightFormat, is_leftover
+from raywl.sources.selection import FORMATS, SAFETENSORS, WeightFormat, as_patterns, is_leftover
 
 __all__ = ["Checksums", "VerifyReport", "notes_on", "problems_of", "verify", "verify_source"]
 
@@ -77,7 +77,7 @@ def verify_source(
     Raises:
         SourceError: The source can't be listed.
     """
-    patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
+    patterns = as_patterns(allow_patterns)
     found = _survey(source, patterns)
     report = VerifyReport(found.problems, found.notes, found.files_checked, deep=deep)
     if deep:

@@ -91,6 +91,22 @@ class FileHeader(NamedTuple):
     """What of the file is no weight and left out, in sentences that start with the file's name."""
 
 
+def check_size(path: str, expected: int, size: int) -> None:
+    """Compares a file's size with the one that its contents ask for.
+
+    Raises:
+        CorruptFileError: They differ.
+    """
+    if expected != size:
+        kind = "short by" if size < expected else "longer by"
+        cause = "an incomplete download" if size < expected else "trailing bytes, or another file's"
+        raise CorruptFileError(
+            path,
+            None,
+            f"expected {expected} bytes, the file has {size}: {kind} {abs(expected - size)} bytes ({cause})",
+        )
+
+
 def read_header(
     read: Callable[[int, int], bytes], size: int, *, path: str, file: str, first_bytes: int | None = None
 ) -> FileHeader:
@@ -212,11 +228,4 @@ def _check_tiling(tensors: dict[str, TensorEntry], data_start: int, size: int, p
                 path, name, f"{kind} {before}: starts at byte {entry.start}, expected {position}"
             )
         position, previous = entry.end, name
-    if position != size:
-        kind = "short by" if size < position else "longer by"
-        cause = "an incomplete download" if size < position else "trailing bytes, or another file's"
-        raise CorruptFileError(
-            path,
-            None,
-            f"expected {position} bytes, the file has {size}: {kind} {abs(position - size)} bytes ({cause})",
-        )
+    check_size(path, position, size)

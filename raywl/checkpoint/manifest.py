@@ -28,6 +28,7 @@ from raywl.sources.selection import (
     TORCH,
     WeightFormat,
     allowed_names,
+    as_patterns,
     expected_header_bytes,
     format_of,
     is_leftover,
@@ -105,7 +106,7 @@ class Manifest:
             CheckpointError: There are no weights, or the files and the index contradict each other.
             CorruptFileError: A header or the index is damaged.
         """
-        patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
+        patterns = as_patterns(allow_patterns)
         found = find_weights(source, patterns)
         listed, format, index = found.listed, found.format, found.index
         names, weight_map = found.names, found.weight_map

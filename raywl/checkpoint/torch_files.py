@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raywl.checkpoint.dtypes import dtype_of, torch_itemsize
-from raywl.checkpoint.header import LFS_POINTER, MAX_DIMS, MAX_HEADER_BYTES, FileHeader, Record, TensorEntry
+from raywl.checkpoint.header import (
+    LFS_POINTER,
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    FileHeader,
+    Record,
+    TensorEntry,
+    check_size,
+)
 from raywl.checkpoint.pickles import Opaque, read_pickle
 from raywl.checkpoint.torch_globals import GLOBALS, StorageRef, TensorRef, storage_of
 from raywl.checkpoint.zips import MAGIC, Archive
@@ -156,14 +164,7 @@ def _read_legacy(read: Read, size: int, path: str, file: str, is_remote: bool) -
         places[key] = (start, position)
         if position > size:
             break
-    if position != size:
-        kind = "short by" if size < position else "longer by"
-        cause = "an incomplete download" if size < position else "trailing bytes, or another file's"
-        raise CorruptFileError(
-            path,
-            None,
-            f"expected {position} bytes, the file has {size}: {kind} {abs(position - size)} bytes ({cause})",
-        )
+    check_size(path, position, size)
     if lacking := sorted(storages.keys() - places.keys()):
         raise CorruptFileError(path, None, f"has no bytes for the storages {some_of(lacking)}")
     return _header(state, places, read, ((0, end),), (), size, path, file)

@@ -16,7 +16,7 @@ from raywl.errors import AuthError, MissingFileError, NotFoundError, OfflineErro
 from raywl.sources.base import RemoteFile
 from raywl.sources.cache import Repository
 from raywl.sources.hub_errors import hub_error
-from raywl.sources.selection import folder_names, index_name, indexed_files, weight_files
+from raywl.sources.selection import as_patterns, folder_names, index_name, indexed_files, weight_files
 from raywl.sources.transfer import Limits
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ class HubPin:
         options: dict[str, Any] = {
             "revision": revision,
             "subfolder": checked_subfolder(subfolder),
-            "allow_patterns": (
-                (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
-            ),
+            "allow_patterns": as_patterns(allow_patterns),
             "cache_dir": None if cache_dir is None else os.fsdecode(cache_dir),
             "timeout_s": timeout_s,
             "limits": Limits.of_environment(),
@@ -265,14 +263,8 @@ def translated(pin: HubPin, file: str | None = None) -> Iterator[None]:
         raise said from None
 
 
-def look_up(pin: HubPin) -> tuple[str, tuple[str, ...]]:
-    """Asks the hub for a revision's commit and files; one request."""
-    commit, files = _find_files(pin)
-    return commit, tuple(file.name for file in files)
-
-
 def _find_files(pin: HubPin) -> tuple[str, tuple[RemoteFile, ...]]:
-    """The same, with sizes and hashes."""
+    """Asks the hub for a revision's commit and files, with sizes and hashes."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -30,7 +30,7 @@ from raywl.sources.base import RemoteFile
 from raywl.sources.cache import Repository, size_of
 from raywl.sources.hub import checked_subfolder, checked_token, is_offline
 from raywl.sources.modelscope_errors import modelscope_error, needs_modelscope
-from raywl.sources.selection import folder_names, index_name, indexed_files, weight_files
+from raywl.sources.selection import as_patterns, folder_names, index_name, indexed_files, weight_files
 from raywl.sources.transfer import Limits
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ class ModelScopePin:
             commit=None,
             files=(),
             subfolder=checked_subfolder(subfolder),
-            allow_patterns=(allow_patterns,)
-            if isinstance(allow_patterns, str)
-            else tuple(allow_patterns or ()),
+            allow_patterns=as_patterns(allow_patterns),
             cache_dir=None if cache_dir is None else os.fsdecode(cache_dir),
             timeout_s=timeout_s,
             limits=Limits.of_environment(),

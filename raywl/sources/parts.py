@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from raywl.disk import sync_folder
 from raywl.errors import CapacityError, SourceError
 
 __all__ = ["PartFile", "Spans", "disk_error", "sweep"]
@@ -218,7 +219,7 @@ class PartFile:
         except BaseException:
             self.discard()
             raise
-        _sync_folder(os.path.dirname(self.target))
+        sync_folder(os.path.dirname(self.target))
         self.discard()
 
     def close(self) -> None:
@@ -298,16 +299,6 @@ def disk_error(error: OSError, path: str, needed_bytes: int) -> CapacityError | 
     return SourceError(
         path, f"the cache can't be written: {error.strerror} ({where}); give another cache_dir"
     )
-
-
-def _sync_folder(folder: str) -> None:
-    # The new name itself is in the folder's data. Not every file system lets a folder be synced.
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 # Whose a part file is.

@@ -11,7 +11,7 @@ from raywl.sources.base import Source
 from raywl.sources.hub import HubPin
 from raywl.sources.local import LocalSource
 from raywl.sources.modelscope_pin import ModelScopePin
-from raywl.sources.store import StorePin, shown_url
+from raywl.sources.store import Seen, StorePin, shown_url
 
 __all__ = ["Pin", "local_path", "pin", "resolve"]
 
@@ -57,40 +57,19 @@ def resolve(
         ):
             raise ValueError("a pin has all options in itself; give them to raywl.sources.pin")
         return ref.open()
-    name = os.fsdecode(ref)
-    kind = _kind_of(ref)
-    _check_options(name, kind, revision, token, storage_options)
-    if kind == "local":
-        return LocalSource.open(local_path(ref), subfolder)
-    if kind == "store":
-        found, seen = StorePin.find(
-            name,
-            subfolder=subfolder,
-            cache_dir=cache_dir,
-            allow_patterns=allow_patterns,
-            storage_options=storage_options,
-            offline=offline,
-        )
-        return found.open(seen)
-    if kind == "modelscope":
-        return ModelScopePin.find(
-            name,
-            revision=revision,
-            subfolder=subfolder,
-            cache_dir=cache_dir,
-            token=token,
-            allow_patterns=allow_patterns,
-            offline=offline,
-        ).open()
-    return HubPin.find(
-        name,
+    found, seen = _find(
+        ref,
         revision=revision,
         subfolder=subfolder,
         cache_dir=cache_dir,
         token=token,
         allow_patterns=allow_patterns,
+        storage_options=storage_options,
         offline=offline,
-    )[0].open()
+    )
+    if found is None:
+        return LocalSource.open(local_path(ref), subfolder)
+    return found.open(seen) if isinstance(found, StorePin) else found.open()
 
 
 def pin(
@@ -124,42 +103,42 @@ def pin(
     """
     if isinstance(ref, Pin):
         return ref
-    name = os.fsdecode(ref)
-    kind = _kind_of(ref)
-    _check_options(name, kind, revision, token, storage_options)
-    if kind == "local":
-        return None
-    if kind == "store":
-        return StorePin.find(
-            name,
-            subfolder=subfolder,
-            cache_dir=cache_dir,
-            allow_patterns=allow_patterns,
-            storage_options=storage_options,
-            offline=offline,
-            timeout_s=timeout_s,
-        )[0].checked_for_nodes()
-    if kind == "modelscope":
-        return ModelScopePin.find(
-            name,
-            revision=revision,
-            subfolder=subfolder,
-            cache_dir=cache_dir,
-            token=token,
-            allow_patterns=allow_patterns,
-            offline=offline,
-            timeout_s=timeout_s,
-        )
-    return HubPin.find(
-        name,
+    found, _ = _find(
+        ref,
         revision=revision,
         subfolder=subfolder,
         cache_dir=cache_dir,
         token=token,
         allow_patterns=allow_patterns,
+        storage_options=storage_options,
         offline=offline,
         timeout_s=timeout_s,
-    )[0]
+    )
+    return found.checked_for_nodes() if isinstance(found, StorePin) else found
+
+
+def _find(
+    ref: str | os.PathLike[str],
+    *,
+    revision: str | None,
+    token: str | None,
+    storage_options: Mapping[str, Any] | None,
+    **options: Any,
+) -> tuple[Pin | None, Seen | None]:
+    """The pin that a ref means now, `None` for a local path; and what a store was seen to hold, else `None`.
+
+    Args: as of `pin`; `options` are those that every pin is found with.
+    """
+    name = os.fsdecode(ref)
+    kind = _kind_of(ref)
+    _check_options(name, kind, revision, token, storage_options)
+    if kind == "local":
+        return None, None
+    if kind == "store":
+        return StorePin.find(name, storage_options=storage_options, **options)
+    if kind == "modelscope":
+        return ModelScopePin.find(name, revision=revision, token=token, **options), None
+    return HubPin.find(name, revision=revision, token=token, **options)[0], None
 
 
 def local_path(ref: str | os.PathLike[str]) -> str:

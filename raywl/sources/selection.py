@@ -20,6 +20,7 @@ __all__ = [
     "WEIGHT_SUFFIXES",
     "WeightFormat",
     "allowed_names",
+    "as_patterns",
     "companions",
     "expected_header_bytes",
     "folder_names",
@@ -78,6 +79,11 @@ _NUMBERED = re.compile(
 )
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "tokenizer.*")
 _NEVER = (".safetensors", ".bin", ".pt", ".pth", ".py")
+
+
+def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One pattern, several or none, as a tuple."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
 
 
 def folder_names(listing: Iterable[str], subfolder: str | None) -> list[str]:

@@ -24,6 +24,7 @@ from raywl.sources.cached import CachedSource, Heads
 from raywl.sources.hub_errors import without_secrets
 from raywl.sources.selection import (
     INDEX_NAMES,
+    as_patterns,
     companions,
     expected_header_bytes,
     folder_names,
@@ -37,7 +38,7 @@ from raywl.sources.transfer import Limits
 if TYPE_CHECKING:
     from raywl.sources.remote import Remote
 
-__all__ = ["StorePin", "StoreSource", "shown_url"]
+__all__ = ["Seen", "StorePin", "StoreSource", "shown_url"]
 
 _WAIT_S = 3600.0
 _LATEST = "latest.json"
@@ -137,7 +138,7 @@ class StorePin:
         location = _folder_url(ref, subfolder)
         scheme = location.partition("://")[0]
         options = _options_of(scheme, storage_options or {})
-        patterns = (allow_patterns,) if isinstance(allow_patterns, str) else tuple(allow_patterns or ())
+        patterns = as_patterns(allow_patterns)
         name = posixpath.basename(urlsplit(location).path if scheme in _WEB else location)
         empty = cls(
             url=shown_url(location),

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raywl.checkpoint import Manifest
+from raywl.disk import sync_folder
 from raywl.errors import CapacityError
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.progress import Progress, make_progress
@@ -29,7 +30,7 @@ from raywl.writing.files import (
     reading,
     write_file,
 )
-from raywl.writing.single import replacing, sync_folder
+from raywl.writing.single import replacing
 
 __all__ = ["MAX_SHARD_SIZE", "ConvertReport", "convert"]
 

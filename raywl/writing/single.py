@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 from raywl.checkpoint import Manifest
+from raywl.disk import sync_folder
 from raywl.sources.local import LocalSource
 from raywl.sources.selection import TORCH
 from raywl.writing.files import (
@@ -87,13 +88,3 @@ def replacing(target: str) -> Iterator[str]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     sync_folder(folder)
-
-
-def sync_folder(folder: str) -> None:
-    """Brings a folder's names to the disk, where its file system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -315,7 +315,7 @@ class _Launch:
                 local_rank=node_ids[:rank].count(node_id),
                 local_size=node_ids.count(node_id),
             )
-            parts.specs.append(RankSpec(rank, context, node_id, node.label, node.address))
+            parts.specs.append(RankSpec(rank, context, node_id, node.label, node.address, parts.name))
         parts.nodes = [nodes[node_id] for node_id in dict.fromkeys(node_ids)]
 
     def _init_distributed(self, num_gpus_per_rank: float) -> None:

@@ -22,7 +22,7 @@ def _bytes() -> Any:
     return Counter(
         "raywl_bytes",
         description="Bytes that raywl has read, by where from: files of the node, or a hub",
-        tag_keys=("source", "rank", "work"),
+        tag_keys=("source", "group", "rank", "work"),
     )
 
 
@@ -31,19 +31,20 @@ def _seconds() -> Any:
     return Counter(
         "raywl_phase_seconds",
         description="Seconds that ranks have spent loading, by phase",
-        tag_keys=("phase", "rank", "work"),
+        tag_keys=("phase", "group", "rank", "work"),
     )
 
 
-def count_load(report: LoadReport, rank: int, work: str) -> None:
+def count_load(report: LoadReport, group: str, rank: int, work: str) -> None:
     """Counts one rank's load. Runs in the rank's process.
 
     Args:
         report: What it did.
+        group: The name of the rank's group.
         rank: Counted over all replicas.
         work: `"load"` or `"reload"`.
     """
-    tags = {"rank": str(rank), "work": work}
+    tags = {"group": group, "rank": str(rank), "work": work}
     for source, nbytes in report.bytes_by_source.items():
         if nbytes:  # a counter refuses 0
             _bytes().inc(nbytes, {**tags, "source": source})
@@ -55,4 +56,4 @@ def count_load(report: LoadReport, rank: int, work: str) -> None:
 def count_fetched(source: str, nbytes: int) -> None:
     """Counts what a node's agent has downloaded. Runs in the agent's process."""
     if nbytes:
-        _bytes().inc(nbytes, {"source": source, "rank": "", "work": "open"})
+        _bytes().inc(nbytes, {"source": source, "group": "", "rank": "", "work": "open"})

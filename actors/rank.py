@@ -42,7 +42,7 @@ class RankLink(Protocol):
     def checkpoint(self, node_id: str, request: SourceRequest, identity: str, timeout_s: float) -> bytes:
         """The pickled checkpoint, from the agent of the node."""
 
-    def count(self, report: LoadReport, rank: int, work: str) -> None:
+    def count(self, report: LoadReport, spec: RankSpec, work: str) -> None:
         """Counts a load or reload for the cluster's metrics."""
 
     def warm(self, node_id: str, group: str, paths: dict[str, str], ranges: list[FileRange]) -> None:
@@ -62,6 +62,8 @@ class RankSpec:
     """What the node is called."""
     address: str
     """The node's address, for the ranks' own connections."""
+    group: str
+    """The name of its group, for counters."""
 
     @property
     def place(self) -> Place:
@@ -209,7 +211,7 @@ class RankLoader:
             )
         report.node = self._spec.node
         self._model, self._arguments = model, arguments
-        self._link.count(report, self._spec.rank, "load")
+        self._link.count(report, self._spec, "load")
         return report
 
     def check_reload(self, job: Job) -> None:
@@ -244,7 +246,7 @@ class RankLoader:
                 **arguments,
             )
         report.node = self._spec.node
-        self._link.count(report, self._spec.rank, "reload")
+        self._link.count(report, self._spec, "reload")
         return report
 
     @contextlib.contextmanager

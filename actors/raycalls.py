@@ -112,9 +112,9 @@ class Link(StageCalls):
         """Counts bytes that the calling agent has fetched from a kind of source."""
         metrics.count_fetched(source, nbytes)
 
-    def count(self, report: LoadReport, rank: int, work: str) -> None:
+    def count(self, report: LoadReport, spec: RankSpec, work: str) -> None:
         """Counts a rank's load or reload."""
-        metrics.count_load(report, rank, work)
+        metrics.count_load(report, spec.group, spec.rank, work)
 
     def store_bytes(self, node_id: str) -> int:
         """Capacity of a node's object store."""

@@ -30,11 +30,14 @@ def _pages():
             yield page.read().decode()
 
 
-def _samples():
+def _samples(group):
+    """The counters of a group; others that were on the cluster have left theirs."""
     found = {}
     for text in _pages():
         for name, tags, value in LINE.findall(text):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', tags))
+            if labels.get("group") != group:
+                continue
             found[
                 name, labels.get("rank"), labels.get("work"), labels.get("source") or labels.get("phase")
             ] = float(value)
@@ -48,8 +51,9 @@ def test_bytes_and_seconds_of_every_rank(checkpoint):
         assert loaded.bytes_by_source == {"files": loaded.bytes_read}
         group.reload(checkpoint)
         last = ("ray_raywl_phase_seconds_total", "1", "reload", "read")
-        eventually(lambda: last in _samples(), 90, "the counters of the last reload")
-        samples = _samples()
+        name = group.status()["name"]
+        eventually(lambda: last in _samples(name), 90, "the counters of the last reload")
+        samples = _samples(name)
     for rank, report in enumerate(loaded.ranks):
         assert samples["ray_raywl_bytes_total", str(rank), "load", "files"] == report.bytes_read
         for phase, seconds in report.phases.items():

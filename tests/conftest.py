@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.pop("RAY_ADDRESS", None)
+# A run in the background ignores interrupts, and what it starts would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _LEAVE_S = 30.0
 
 

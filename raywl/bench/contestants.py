@@ -7,7 +7,7 @@ is what is timed. `digest` tells afterwards what arrived.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 
 from raywl.bench.destinations import Work, bytes_of_model, digest, touched_bytes, touched_model
 from raywl.bench.peers import PEERS
+from raywl.bench.reloads import CopyOnly, ReloadInto
 from raywl.checkpoint import Manifest, TensorEntry
 from raywl.plan import cut, local_box
 from raywl.report import LoadReport
@@ -46,8 +47,8 @@ def make_contestant(name: str) -> Contestant:
     """The contestant of that name.
 
     Args:
-        name: `load_into`, or `load_into-WORD` with a strategy; `safe_open`; `raw-N` with N threads; or a word
-            of `PEERS`.
+        name: `load_into`, or `load_into-WORD` with a strategy; `safe_open`; `raw-N` with N threads; a word
+            of `PEERS`; for reloads `reload_into`, or `copy-N` with N threads.
 
     Raises:
         ValueError: Another name.
@@ -58,12 +59,14 @@ def make_contestant(name: str) -> Contestant:
         return LoadInto()
     if name.startswith("load_into-"):
         return LoadInto(name.partition("-")[2])
-    if name == "safe_open":
-        return SafeOpenLoop()
+    if name in _BY_NAME:
+        return _BY_NAME[name]()
     kind, _, threads = name.partition("-")
-    if kind == "raw" and threads.isdecimal():
-        return Raw(int(threads))
-    words = ", ".join(["load_into", "load_into-WORD", "safe_open", "raw-N", *PEERS])
+    if kind in _BY_THREADS and threads.isdecimal():
+        return _BY_THREADS[kind](int(threads))
+    words = ", ".join(
+        ["load_into", "load_into-WORD", *_BY_NAME, *(f"{kind}-N" for kind in _BY_THREADS), *PEERS]
+    )
     raise ValueError(f"unknown contestant {name!r}: {words}")
 
 
@@ -220,3 +223,10 @@ def _share(name: str, entry: TensorEntry, work: Work, rank: int, size: int) -> t
     dim = work.shards[name] % len(entry.shape)
     per_index = entry.nbytes // max(1, entry.shape[dim])
     return entry.start + box[dim][0] * per_index, entry.start + box[dim][1] * per_index
+
+
+_BY_NAME: dict[str, Callable[[], Contestant]] = {
+    "safe_open": SafeOpenLoop,
+    "reload_into": ReloadInto,
+}
+_BY_THREADS: dict[str, Callable[[int], Contestant]] = {"raw": Raw, "copy": CopyOnly}

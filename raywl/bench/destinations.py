@@ -17,9 +17,10 @@ from raywl.opening import open_checkpoint
 from raywl.plan import cut
 from raywl.types import ParallelContext, Replicate, Shard
 
-__all__ = ["Work", "bytes_of_model", "digest", "part_of", "touched_bytes", "touched_model"]
+__all__ = ["TOUCHED", "Work", "bytes_of_model", "digest", "part_of", "touched_bytes", "touched_model"]
 
-_TOUCHED = 0xA5
+TOUCHED = 0xA5
+"""What memory is filled with before anything is brought there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def part_of(tensor: torch.Tensor, name: str, work: Work) -> torch.Tensor:
 
 def touched_bytes(num_bytes: int) -> torch.Tensor:
     """Memory, every page of it touched."""
-    return torch.empty(num_bytes, dtype=torch.uint8).fill_(_TOUCHED)
+    return torch.empty(num_bytes, dtype=torch.uint8).fill_(TOUCHED)
 
 
 def touched_model(work: Work) -> EmptyModel:
@@ -64,7 +65,7 @@ def touched_model(work: Work) -> EmptyModel:
     specs = {name: work.specs().get(name, Replicate()) for name in manifest.tensors}
     model = build_empty_model(describe_parameters(manifest), specs, work.context).to_empty(device="cpu")
     for parameter in model.parameters():
-        parameter.data.reshape(-1).view(torch.uint8).fill_(_TOUCHED)
+        parameter.data.reshape(-1).view(torch.uint8).fill_(TOUCHED)
     return model
 
 

@@ -20,10 +20,15 @@ from raywl.node import page_cache
 from raywl.node.prefetch import prefetch_checkpoint
 from raywl.types import ParallelContext
 
-__all__ = ["CONTESTANTS", "LoadBenchmark"]
+__all__ = ["CONTESTANTS", "RELOADS", "LoadBenchmark"]
 
 CONTESTANTS = ("raw-2", "raw-4", "raw-8", "load_into", "safe_open")
 """The raw limit is whichever number of threads has the best median."""
+
+RELOADS = ("copy-1", "copy-2", "copy-4", "reload_into", "load_file")
+"""For weights that go into a live model; the limit is copying from memory to memory."""
+
+_LIMITS = ("raw-", "copy-")
 
 _RUN_TIMEOUT_S = 900.0
 _COLD_BYTES = 0.01
@@ -44,7 +49,7 @@ class LoadBenchmark:
     shards: Mapping[str, int] = field(default_factory=dict)
     """Tensor name to the dim that it is cut along."""
     contestants: Sequence[str] = CONTESTANTS
-    """In the order of each repetition; at least one raw."""
+    """In the order of each repetition; at least one `raw` or `copy`."""
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Measurements by contestant, in order."""
     folder: str = ""
@@ -96,7 +101,7 @@ class LoadBenchmark:
         medians = {
             name: statistics.median(run["seconds"] for run in runs) for name, runs in self.runs.items()
         }
-        raw = min((name for name in medians if name.startswith("raw-")), key=medians.__getitem__)
+        raw = min((name for name in medians if name.startswith(_LIMITS)), key=medians.__getitem__)
         return {
             "ref": self.ref,
             "identity": self.manifest.identity,

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from raywl.bench.words import LAYOUTS, PEERS
@@ -47,14 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_source_arguments(load)
     _add_runs(load)
-    load.add_argument(
-        "--tp",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="tensor-parallel ranks, one process each (default 1)",
-    )
-    load.add_argument("--tp-plan", metavar="FILE", help="JSON object of name pattern to style")
+    _add_ranks(load)
     load.add_argument(
         "--peers",
         metavar="WORDS",
@@ -67,6 +60,19 @@ def add_parser(subparsers: Subparsers) -> None:
         default="",
         help="load_into by each of these as well, with commas between; it goes by auto",
     )
+    reload = add_command(
+        commands,
+        "reload",
+        run_reload,
+        help="reload_into beside copying from memory to memory",
+        description="Brings REF into the parameters of a live model, in turn by reload_into and by "
+        "load_file and a copy of each tensor, each in a fresh process, beside copying as many bytes from "
+        "memory to memory and nothing else (the limit); compares what arrived bit by bit, and that no "
+        "parameter has moved.",
+    )
+    add_source_arguments(reload)
+    _add_runs(reload)
+    _add_ranks(reload)
     make = add_command(
         commands,
         "make",
@@ -116,19 +122,42 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--warm", action="store_true", help="fill the page cache before each run (default)")
 
 
-def run_load(args: argparse.Namespace, out: Output) -> int:
-    from raywl.bench.load import CONTESTANTS, LoadBenchmark
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """How many, and how tensors are cut for them."""
+    parser.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks, one process each (default 1)",
+    )
+    parser.add_argument("--tp-plan", metavar="FILE", help="JSON object of name pattern to style")
 
-    manifest = open_checkpoint(args.ref, **source_arguments(args))
-    # What is compared is reading.
-    manifest.fetch(progress=out.progress())
-    if manifest.format != SAFETENSORS.name:
-        raise UsageError(
-            f"{shown_url(args.ref)} has {manifest.format} files; what is measured beside raywl reads "
-            "safetensors files alone (`raywl convert` makes them)"
-        )
-    cuts = choose_cuts(manifest, args.tp, args.tp_plan)
+
+def run_load(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.load import CONTESTANTS
+
+    manifest = _fetched(args, out)
     peers, left_out = _peers(args.peers, manifest, args.tp)
+    return _compare(args, out, manifest, (*CONTESTANTS, *_strategies(args.strategy), *peers), left_out)
+
+
+def run_reload(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.load import RELOADS
+
+    return _compare(args, out, _fetched(args, out), RELOADS, {})
+
+
+def _compare(
+    args: argparse.Namespace,
+    out: Output,
+    manifest: Checkpoint,
+    contestants: Sequence[str],
+    left_out: dict[str, str],
+) -> int:
+    from raywl.bench.load import LoadBenchmark
+
+    cuts = choose_cuts(manifest, args.tp, args.tp_plan)
     with _scratch_beside(manifest) as folder:
         benchmark = LoadBenchmark(
             manifest,
@@ -137,7 +166,7 @@ def run_load(args: argparse.Namespace, out: Output) -> int:
             cold=args.cold,
             tp_size=args.tp,
             shards={name: spec.dim for name, spec in cuts.shards.items() if isinstance(spec, Shard)},
-            contestants=(*CONTESTANTS, *_strategies(args.strategy), *peers),
+            contestants=contestants,
             folder=folder,
             notes=[] if args.tp == 1 else [f"tensors are {cuts.source}"],
             left_out=left_out,
@@ -228,8 +257,8 @@ def _fetched(args: argparse.Namespace, out: Output) -> Checkpoint:
     manifest.fetch(progress=out.progress())
     if manifest.format != SAFETENSORS.name:
         raise UsageError(
-            f"{args.ref} has {manifest.format} files; what is measured beside raywl reads safetensors files "
-            "alone (`raywl convert` makes them)"
+            f"{shown_url(args.ref)} has {manifest.format} files; what is measured beside raywl reads "
+            "safetensors files alone (`raywl convert` makes them)"
         )
     return manifest
 
@@ -237,7 +266,7 @@ def _fetched(args: argparse.Namespace, out: Output) -> Checkpoint:
 def _show(found: dict[str, Any], out: Output) -> None:
     out.text(
         f"{found['ref']}: {format_bytes(found['nbytes'])}, {found['cache']}, {found['tp_size']} ranks, "
-        f"{found['num_repetitions']} repetitions; raw limit is {found['raw']}"
+        f"{found['num_repetitions']} repetitions; the limit is {found['raw']}"
     )
     rows = [
         [
@@ -252,7 +281,8 @@ def _show(found: dict[str, Any], out: Output) -> None:
         ]
         for name, of in found["contestants"].items()
     ]
-    headers = ["contestant", "median s", "min", "max", "rate", "x raw", "from disk", "peak memory"]
+    limit = found["raw"].partition("-")[0]
+    headers = ["contestant", "median s", "min", "max", "rate", f"x {limit}", "from disk", "peak memory"]
     out.table(headers, rows)
     for name, why in found["left_out"].items():
         out.text(f"left out: {name}: {why}")

@@ -1,4 +1,4 @@
-"""`raywl bench cluster` and `raywl bench coordinator`."""
+"""`raywl bench cluster`, `coordinator` and `table`: what takes a cluster, or stands for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SITUATIONS = ("a", "b", "c")
 
 
 def add_parsers(commands: Subparsers) -> None:
-    """The two commands."""
+    """The three commands."""
     cluster = add_command(
         commands,
         "cluster",
@@ -61,6 +61,25 @@ def add_parsers(commands: Subparsers) -> None:
         coordinator.add_argument(
             f"--{name}", type=positive, default=default, metavar="N", help=f"{help} (default {default})"
         )
+    table = add_command(
+        commands,
+        "table",
+        run_table,
+        help="rows of a shared table beside those of a private tensor",
+        description="Shares a table with two processes of a local Ray. Each gathers random rows, in turn "
+        "from the shared table and by torch.embedding from a tensor of its own, on one thread; and the "
+        "memory that all processes together have of the table is counted by the kernel.",
+    )
+    table.add_argument(
+        "--size", type=byte_size, default="1GiB", metavar="SIZE", help="bytes of the table (default 1GiB)"
+    )
+    table.add_argument(
+        "--row-bytes", type=positive, default=1024, metavar="N", help="bytes of a row, in bf16 (default 1024)"
+    )
+    table.add_argument(
+        "--batch", type=positive, default=8192, metavar="N", help="rows at a time (default 8192)"
+    )
+    table.add_argument("--repeat", type=positive, default=5, metavar="N", help="repetitions (default 5)")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -133,3 +152,30 @@ def run_coordinator(args: argparse.Namespace, out: Output) -> int:
         "nothing was fetched twice but what only the dead had" if found["all_excused"] else "FETCHED TWICE"
     )
     return DONE if found["all_excused"] else BUG
+
+
+def run_table(args: argparse.Namespace, out: Output) -> int:
+    from raywl.bench.table import TableBenchmark
+
+    if args.row_bytes % 2 or args.row_bytes > args.size:
+        raise UsageError(
+            f"--row-bytes {args.row_bytes}: expected an even number, at most the table's {args.size}"
+        )
+    benchmark = TableBenchmark(args.size, args.row_bytes, args.batch)
+    benchmark.run(args.repeat, out.say)
+    found = benchmark.to_dict()
+    out.json(found)
+    out.text(
+        f"{format_bytes(found['table_bytes'])} in rows of {args.row_bytes} bytes, {args.batch} at a time, "
+        f"{found['num_processes']} processes"
+    )
+    rows = [
+        [name, f"{rate:,.0f}", *(f"{bound:,.0f}" for bound in found["spread"][name])]
+        for name, rate in found["rows_per_s"].items()
+    ]
+    out.table(["way", "median rows/s", "min", "max"], rows)
+    out.text(f"gather is {found['ratio_to_embedding']:.2f} x embedding")
+    out.text(
+        f"all processes together hold {found['copies']:.3f} x the table ({format_bytes(found['pss_bytes'])})"
+    )
+    return DONE

@@ -64,7 +64,7 @@ def peer(name):
 
 
 CONTESTANTS = [
-    *("raw-1", "raw-4", "load_into", "load_into-direct", "load_into-mmap", "safe_open"),
+    *("raw-1", "raw-4", "load_into", "load_into-direct", "load_into-mmap", "reload_into", "safe_open"),
     *(peer(name) for name in PEERS if name != "transformers"),
 ]
 
@@ -280,3 +280,35 @@ def test_the_command(synthetic):
     assert set(found["contestants"]) == {"raw-2", "raw-4", "raw-8", "load_into", "safe_open"}
     assert found["contestants"][found["raw"]]["ratio_to_raw"] == 1.0
     assert "1/1 load_into" in done.stderr
+
+
+def test_copying_is_the_limit_of_a_reload(synthetic):
+    """From one memory to another, as many bytes as the parameters have."""
+    folder, num_bytes = synthetic
+    copy = make_contestant("copy-2")
+    copy.prepare(Work(str(folder)))
+    copy._from[:] = 7
+    assert copy.run() == num_bytes
+    assert (copy._to == 7).all()
+
+
+def test_a_parameter_that_moves_in_a_reload_is_seen(synthetic):
+    contestant = make_contestant("reload_into")
+    contestant.prepare(Work(str(synthetic[0])))
+    contestant.run()
+    assert contestant.digest() is not None
+    parameter = next(contestant._model.parameters())
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match="other addresses"):
+        contestant.digest()
+
+
+def test_the_reload_command(synthetic):
+    """Its limit is copying."""
+    command = [sys.executable, "-m", "raywl", "bench", "reload", str(synthetic[0]), "--repeat", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["identical"]
+    assert found["raw"].startswith("copy-")
+    assert set(found["contestants"]) == {"copy-1", "copy-2", "copy-4", "reload_into", "load_file"}

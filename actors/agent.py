@@ -45,9 +45,6 @@ class AgentLink(ShelfLink, MoverLink, Protocol):
         When there is no coordinator, an agent that holds something makes one; otherwise it raises.
         """
 
-    def session_name(self) -> str:
-        """What tells this Ray cluster from others on its nodes."""
-
     def end_this_actor(self) -> None:
         """Ends the calling actor for good."""
 
@@ -102,7 +99,7 @@ class NodeAgent:
         self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
         self._mover = ChunkMover(node_id, label, link, self._tell_held)
-        notes = os.path.join(cache_root(None), "pins", f"{link.session_name()}-{node_id}.json")
+        notes = os.path.join(cache_root(None), "pins", f"{node_id}.json")
         self._pins = PinBoard(label, notes, self._tell_held)
         threading.Thread(target=self._heartbeats, name="raywl-agent", daemon=True).start()
 

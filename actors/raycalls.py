@@ -96,10 +96,6 @@ class Link(StageCalls):
         answer: Beat = ray.get(coordinator.beat.remote(node_id, held), timeout=_CALL_S)
         return answer
 
-    def session_name(self) -> str:
-        """The cluster's, unique on its machines."""
-        return str(ray.get_runtime_context().get_session_name())
-
     def end_this_actor(self) -> None:
         """Ends the calling actor; Ray doesn't start it again."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -85,9 +85,6 @@ class Wire:
             raise answer
         return answer
 
-    def session_name(self) -> str:
-        return "session"
-
     def end_this_actor(self) -> None:
         self.ended.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import uuid
@@ -38,7 +39,7 @@ from raywl.errors import MissingWeightsError, NodeLostError, some_of
 from raywl.progress import Progress, make_progress
 from raywl.report import GroupReport, LoadReport
 from raywl.strategies import check_strategy
-from raywl.types import ParallelContext, as_shard_spec, whole_number
+from raywl.types import ParallelContext, as_shard_spec, check_patterns, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -164,11 +165,18 @@ def launch(
     check_strategy(strategy)
     if strict not in (True, False, "exact"):
         raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
+    for name, patterns in (("shards", shards), ("tp_plan", tp_plan)):
+        check_patterns(name, patterns)
     for spec in (shards or {}).values():
         as_shard_spec(spec)
     replicas = whole_number("replicas", replicas)
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
+    num_cpus_per_rank = _amount("num_cpus_per_rank", num_cpus_per_rank)
+    if num_gpus_per_rank is not None:
+        num_gpus_per_rank = _amount("num_gpus_per_rank", num_gpus_per_rank)
+        if num_gpus_per_rank > 1 and num_gpus_per_rank % 1:
+            raise ValueError(f"num_gpus_per_rank over 1 must be whole, got {num_gpus_per_rank:g}")
     for name in ("parallel", "plan"):
         if name in source:
             raise TypeError(f"launch() takes no {name!r}: each rank has its own")
@@ -208,6 +216,17 @@ def launch(
     work = to_bytes((ask.factory, dict(ask.load)))
     with usage_as_value_error():
         return _Launch(ask, work, Deadline(timeout_s, "launch"), make_progress(progress)).run()
+
+
+def _amount(name: str, value: Any) -> float:
+    """A resource's amount, as Ray takes it."""
+    try:
+        amount = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, not {value!r}") from None
+    if not (0 <= amount < math.inf):
+        raise ValueError(f"{name} must be at least 0 and finite, got {amount:g}")
+    return amount
 
 
 class _Launch:

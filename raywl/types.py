@@ -6,6 +6,7 @@ Imports only the standard library, so that planning needs neither torch nor Ray.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -16,6 +17,7 @@ __all__ = [
     "Shard",
     "ShardSpec",
     "as_shard_spec",
+    "check_patterns",
     "current_context",
     "whole_number",
 ]
@@ -56,6 +58,21 @@ def as_shard_spec(value: Any) -> ShardSpec:
             return Replicate()
         raise ValueError(f"placement {value!r}: only Shard(dim) and Replicate() can be loaded, not {kind}")
     raise TypeError(f"{value!r} is not a shard spec: expected Shard(dim) or Replicate()")
+
+
+def check_patterns(name: str, value: Any) -> None:
+    """Refuses what isn't a mapping of name patterns, where it would fail later in words of something else.
+
+    Raises:
+        TypeError: It is another thing, or a key isn't text.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping of name patterns, not {type(value).__name__}")
+    for pattern in value:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{name} has names and patterns as keys, not {pattern!r}")
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -6,6 +6,7 @@ python examples/parallel_decoder/run.py REF --tp 2 [--ep 2] [--check]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main() -> int:
     parser.add_argument("--address", help="Ray cluster; by default RAY_ADDRESS, else a local one")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1, 2, 3, 4], help="token ids")
     parser.add_argument("--tokens", type=int, default=8, help="how many to decode")
-    parser.add_argument("--check", action="store_true", help="compare the logits with transformers'")
+    parser.add_argument("--check", action="store_true", help="compare logits with transformers', in float32")
     args = parser.parse_args()
 
     import ray
@@ -36,6 +37,10 @@ def main() -> int:
     sizes = {"tp_size": args.tp, "dp_size": args.dp, "ep_size": args.ep}
     try:
         config = DecoderConfig.from_folder(args.ref)
+        if args.check:
+            config = dataclasses.replace(
+                config, dtype="float32"
+            )  # in bfloat16 only its rounding would be seen
         # On `meta` a rank's model costs nothing: what doesn't divide is said before anything starts.
         make_model(config)(raywl.ParallelContext.of_rank(0, **sizes))
     except (OSError, ValueError) as error:
@@ -59,7 +64,7 @@ def largest_difference(ref: str, tokens: list[int], logits: list) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(ref).eval()
+    model = AutoModelForCausalLM.from_pretrained(ref, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits.float()
     return max((rank_logits - expected).abs().max().item() for rank_logits in logits)

@@ -27,7 +27,7 @@ from raywl.plan.fills import Fill
 from raywl.readers import Reader
 from raywl.readers.memory import can_convert, dtype_name
 from raywl.remap.experts import parse_expert_id
-from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
+from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec, check_patterns
 
 __all__ = ["Binding"]
 
@@ -70,6 +70,7 @@ class Binding:
         device: torch.device | str | None,
         optional: Sequence[str] | None = None,
     ) -> None:
+        check_patterns("tp_plan", tp_plan)
         self.model, self.checkpoint, self.context = model, checkpoint, context
         self.targets = collect_targets(model)
         self.by_name = {name: target for target in self.targets for name in target.names}

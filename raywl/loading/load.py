@@ -110,6 +110,10 @@ def load_into(
     check_strategy(strategy)
     if strict not in (True, False, "exact"):
         raise ValueError(f"strict must be True, False or 'exact', not {strict!r}")
+    if not isinstance(plan, LoadPlan | None):
+        raise TypeError(
+            f"plan must be a LoadPlan, not {type(plan).__name__}; LoadPlan.load(path) reads a saved one"
+        )
     _check_arguments(model, parallel, mapper, stacked, expert_mapping, device)
     timeline = Timeline()
     if isinstance(ref, Checkpoint):

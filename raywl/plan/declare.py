@@ -12,7 +12,7 @@ from raywl.checkpoint.dtypes import torch_name, torch_shape
 from raywl.plan.copies import contiguous_strides, itemsize_of
 from raywl.plan.plan import LoadPlan, TargetInfo
 from raywl.plan.shards import copy_of_box, local_box
-from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec
+from raywl.types import ParallelContext, Replicate, ShardSpec, as_shard_spec, check_patterns
 
 __all__ = ["SpecTable", "declare_plan"]
 
@@ -21,6 +21,7 @@ class SpecTable:
     """Shard specs by parameter name: exact names first, then patterns in the order given."""
 
     def __init__(self, shards: Mapping[str, Any] | None) -> None:
+        check_patterns("shards", shards)
         specs = {pattern: as_shard_spec(value) for pattern, value in (shards or {}).items()}
         self._exact = specs
         self._used: set[str] = set()

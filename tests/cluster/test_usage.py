@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("driver")
         ({"strict": "zz"}, "strict must be"),
         ({"tp_size": 2.5}, "tp_size must be a whole number"),
         ({"replicas": 0}, "replicas must be at least 1"),
+        ({"num_cpus_per_rank": -1}, "num_cpus_per_rank must be at least 0 and finite, got -1"),
+        ({"num_cpus_per_rank": float("nan")}, "num_cpus_per_rank must be at least 0 and finite"),
+        ({"num_gpus_per_rank": "all"}, "num_gpus_per_rank must be a number, not 'all'"),
+        ({"num_gpus_per_rank": 1.5}, "num_gpus_per_rank over 1 must be whole, got 1.5"),
     ],
     ids=str,
 )
@@ -34,6 +38,8 @@ def test_unknown_arguments(checkpoint):
         raywl.launch(checkpoint, Model, nonsense=1)
     with pytest.raises(TypeError, match="not a shard spec"):
         raywl.launch(checkpoint, Model, shards={"embed.weight": 0})
+    with pytest.raises(TypeError, match="tp_plan must be a mapping"):
+        raywl.launch(checkpoint, Model, tp_plan=["embed"])
 
 
 def test_found_by_a_rank(checkpoint):

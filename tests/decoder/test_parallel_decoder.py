@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import runpy
 import secrets
 import subprocess
 import sys
@@ -183,6 +184,17 @@ def test_the_script(written, tmp_path):
     assert f"tokens: {' '.join(map(str, checkpoint.greedy))}\n" in done.stdout
     assert "rank 1: read " in done.stdout
     assert "largest difference of a logit: " in done.stdout
+
+
+def test_the_script_compares_in_float32(written, tmp_path):
+    """A checkpoint in bfloat16, as trained ones are, isn't told from its own rounding otherwise."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(written("llama").folder, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        exact = model.float().eval()(torch.tensor([TOKENS[0]])).logits
+    main = runpy.run_path(str(Path(parallel_decoder.__file__).with_name("run.py")))
+    assert main["largest_difference"](str(tmp_path), TOKENS[0], [exact]) <= 1e-6
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,10 @@ def test_numpy_sizes_become_ints():
         ({"stacked": [("a", "b")]}, ValueError, "stacked has rows of 3 values"),
         ({"expert_mapping": [("a", "b", 0)]}, ValueError, "expert_mapping has rows of 4 values"),
         ({"device": "meta"}, ValueError, "can't be meta"),
+        ({"shards": ["w"]}, TypeError, "shards must be a mapping of name patterns, not list"),
+        ({"shards": {1: raywl.Shard(0)}}, TypeError, "shards has names and patterns as keys, not 1"),
+        ({"tp_plan": "auto"}, TypeError, "tp_plan must be a mapping of name patterns, not str"),
+        ({"plan": "w.json"}, TypeError, "plan must be a LoadPlan, not str"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -116,11 +116,13 @@ def modelscope(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.timeout(300)
-def test_the_code_runs(page, tmp_path, request):
+def test_the_code_runs(page, tmp_path, request, monkeypatch):
     """Blocks run in the order of the page, in one process and an empty folder, as a reader would run them.
 
-    How-to pages have the repository's examples there, as in a clone of it.
+    How-to pages have the repository's examples there, as in a clone of it. The cache of whoever runs the
+    tests is left alone.
     """
+    monkeypatch.setenv("RAYWL_CACHE", str(tmp_path / "cache"))
     if name(page) == HUB:
         request.getfixturevalue("hub")
     if name(page) == MODELSCOPE:

@@ -225,6 +225,10 @@ class HubServer:
             )
         assert came, f"fewer than {num} requests for {pattern} in {timeout_s} s"
 
+    def clients(self, pattern: str) -> set[str]:
+        """Who has asked for paths that match."""
+        return {request.client for request in self._matching(pattern, "*", "*")}
+
     def forget(self) -> None:
         """Starts counting anew."""
         with self._lock:

@@ -17,7 +17,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["fastsafetensors", "runai_model_streamer", "safetensors.torch", "raywl.weight_utils"]
 )
-_IN_TIME_S = 90.0
+_IN_TIME_S = 150.0
 """For a whole scenario on a busy machine; what waits for a rank that is gone waits for 30 minutes."""
 
 

@@ -16,7 +16,7 @@ from raywl.opening import open_checkpoint
 from raywl.sources import pin
 from raywl.sources.hub_errors import without_secrets
 from tests.hub_server import SIGNATURE
-from tests.sources.conftest import FETCHED, shard, sharded
+from tests.sources.conftest import FETCHED, PATIENCE_S, shard, sharded
 
 TOKEN = "hf_s3cretT0ken"
 
@@ -200,7 +200,6 @@ def test_a_cut_connection_goes_on_where_it_stopped(client):
 
 def test_the_first_failure_ends_the_other_downloads(client, tmp_path, monkeypatch):
     """A large file that is on its way doesn't keep the error for itself until it is done."""
-    monkeypatch.setenv("RAYWL_STALL_S", "60")
     monkeypatch.setenv("RAYWL_RETRIES", "0")
     client.add("org/name", sharded(LARGE))
     checkpoint = open_checkpoint("org/name")
@@ -209,17 +208,18 @@ def test_the_first_failure_ends_the_other_downloads(client, tmp_path, monkeypatc
     broken.cut_when_released = True
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(checkpoint.fetch)
-        assert slow.reached.wait(30)
-        assert broken.reached.wait(30)
+        assert slow.reached.wait(PATIENCE_S)
+        assert broken.reached.wait(PATIENCE_S)
         broken.released.set()
         with pytest.raises(SourceError, match="model-00002"):
-            fetch.result(30)
+            fetch.result(PATIENCE_S)
     assert not slow.released.is_set()
     assert not list(tmp_path.rglob("snapshots/*/model-0000*"))
 
 
 def test_a_stalled_download_is_cut_and_goes_on(client, monkeypatch):
-    monkeypatch.setenv("RAYWL_STALL_S", "0.5")
+    monkeypatch.setenv("RAYWL_STALL_S", "1")
+    monkeypatch.setenv("RAYWL_RETRIES", "5")
     client.add("org/name", {"model.safetensors": shard(["a"], rows=LARGE)})
     stuck = client.fail("/cdn/*", "hang", times=1, after_bytes=1 << 10)
     checkpoint = open_checkpoint("org/name")

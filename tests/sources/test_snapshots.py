@@ -429,7 +429,7 @@ def test_three_processes_fetch_each_file_once(hub, tmp_path):
     slow = hub.fail("/cdn/*model-00001*", "hang", times=1, after_bytes=1 << 16)
     processes = [start(hub, tmp_path, DOWNLOAD) for _ in range(3)]
     hub.wait_for(3, "/api/models/org/name/*", 120.0)
-    assert slow.reached.wait(60)
+    assert slow.reached.wait(120)
     assert all(process.poll() is None for process in processes)
     slow.released.set()
     found = [answer(process, 120.0) for process in processes]

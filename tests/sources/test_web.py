@@ -12,7 +12,7 @@ import pytest
 from raywl.errors import AuthError, CheckpointError, NotFoundError, RaywlError, SourceError
 from raywl.opening import open_checkpoint
 from raywl.sources import pin
-from tests.sources.conftest import FETCHED, shard, sharded
+from tests.sources.conftest import FETCHED, PATIENCE_S, shard, sharded
 from tests.web_server import WebServer
 
 ROWS = 20_000
@@ -22,7 +22,7 @@ PASSWORD = "passw0rd"
 @pytest.fixture
 def web(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYWL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("RAYWL_STALL_S", "2")
+    monkeypatch.setenv("RAYWL_STALL_S", str(PATIENCE_S))
     monkeypatch.setenv("RAYWL_RETRIES", "1")
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("RAYWL_OFFLINE", raising=False)
@@ -145,7 +145,9 @@ def test_a_file_that_changed_since_it_was_opened(web, tmp_path, etags):
 
 
 @pytest.mark.parametrize("how", ["500", "429", "cut", "reset", "hang"])
-def test_faults_that_pass(web, how):
+def test_faults_that_pass(web, how, monkeypatch):
+    if how == "hang":
+        monkeypatch.setenv("RAYWL_STALL_S", "3")
     files = {"model.safetensors": shard(["a"], ROWS)}
     checkpoint = open_checkpoint(put(web, files))
     web.forget()

@@ -287,7 +287,7 @@ def ranks(tmp_path):
 
 
 def outcome(process):
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1]) | {"log": err}
 

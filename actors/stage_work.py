@@ -17,7 +17,8 @@ from raywl.actors.shared_lock import SharedLocks
 from raywl.actors.staged_files import DiskFailed, StagedFiles
 from raywl.coordination import FetchFailure, NodeReport, Orders, Ticket, unpack_route
 from raywl.errors import CheckpointError, ClusterError, RaywlError, SourceError
-from raywl.sources.transfer import Pace, Stopped
+from raywl.pace import disk_pace, peer_pace
+from raywl.sources.transfer import Stopped
 
 if TYPE_CHECKING:
     from raywl.actors.chunks import MoverLink, StageRequest
@@ -88,8 +89,7 @@ class StageWork:
         self._fetch_meter, self._send_meter = Meter(10.0, 1), Meter(5.0, 4)
         self._received = Meter(10.0, 1)
         self._offers = Offers(self._out_of, self._send_meter, _OFFER_S)
-        rate = float(os.environ.get("RAYWL_MAX_PEER_BYTES_PER_S") or 0)
-        self._pace = Pace(rate) if rate > 0 else None
+        self._paces = [pace for pace in (peer_pace(), disk_pace()) if pace is not None]
         self._changed = threading.Condition()
         self._hurry = threading.Event()
         self._stop = threading.Event()
@@ -445,8 +445,9 @@ class StageWork:
                 self._received.end(nbytes if word == "here" else 0)
                 self._into.free(nbytes)
                 self._answered(chunk, provider, word, queue)
-            if word == "here" and self._pace is not None:
-                self._stop.wait(self._pace.delay_s(nbytes))
+            if word == "here" and self._paces:
+                # Not before, when the chunk was still in the store.
+                self._stop.wait(max(pace.delay_s(nbytes) for pace in self._paces))
 
     def _next_question(self) -> tuple[int, int, str, ChunkQueue] | None:
         with self._changed:

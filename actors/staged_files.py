@@ -11,6 +11,7 @@ from functools import partial
 
 from raywl.coordination import ChunkTable
 from raywl.errors import CheckpointError, RaywlError, SourceError
+from raywl.pace import disk_pace
 from raywl.sources import CachedSource, RemoteFile
 from raywl.sources.cache import check_room, size_of
 from raywl.sources.parts import PartFile
@@ -121,8 +122,9 @@ class StagedFiles:
                 with _on_disk():
                     part.write(position, block)
 
+            stream, limits = partial(self.source.stream, file), self.source.limits()
             for first, last in part.missing(start, end):
-                fetch_range(partial(self.source.stream, file), first, last, sink, self.source.limits(), stop)
+                fetch_range(stream, first, last, sink, limits, stop, disk_pace())
             if part.missing(start, end):
                 raise SourceError(
                     self.source.label(file.name), f"bytes {start} to {end} were asked for, and fewer came"

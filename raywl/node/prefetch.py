@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from raywl.node.mounts import is_network
+from raywl.node.page_cache import resident_in
+from raywl.pace import disk_pace
 from raywl.text import format_bytes
 from raywl.types import current_context
 
@@ -210,6 +212,7 @@ class _Work:
     ) -> None:
         self._blocks, self._files = blocks, files
         self._stop, self._on_read = stop, on_read
+        self._pace = disk_pace(local_rank_and_size()[1])
         self._lock = threading.Lock()
         self.abandoned = False
         self.error: BaseException | None = None
@@ -254,6 +257,8 @@ class _Work:
 
     def _read(self, fd: int, block: FileRange, buffer: memoryview) -> None:
         at = block.start
+        # What is in memory already costs the disk nothing.
+        pace = None if self._pace is None or self._is_there(fd, block) else self._pace
         while at < block.end:
             num_bytes = os.preadv(fd, [buffer[: block.end - at]], at)
             if num_bytes == 0:
@@ -264,6 +269,12 @@ class _Work:
                 self.result.bytes_read += num_bytes
             if self._on_read is not None:
                 self._on_read(num_bytes)
+            if pace is not None:
+                self._stop.wait(pace.delay_s(num_bytes))
+
+    def _is_there(self, fd: int, block: FileRange) -> bool:
+        there = resident_in(fd, self._files[block.file], block.start, block.end)
+        return there == block.end - block.start
 
     def _fail(self, file: str, reason: str) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 
+from raywl.pace import Pace
 from raywl.plan.copies import Copy, split
 from raywl.plan.reads import GAP_BYTES, Read
 from raywl.readers.choose import num_threads_for
@@ -48,6 +49,7 @@ def execute(
     way: Buffered | None = None,
     timeline: Timeline | None = None,
     staged: bool | None = None,
+    pace: Pace | None = None,
 ) -> None:
     """Makes all reads; returns when every byte is at its place.
 
@@ -64,6 +66,7 @@ def execute(
         timeline: Takes what each read took.
         staged: Whether all reads go through the buffers that devices copy out of; by default those do
             whose targets no read can reach.
+        pace: What the disk may give.
 
     Raises:
         CheckpointError: A read failed; the destinations are partly written.
@@ -74,7 +77,7 @@ def execute(
         num_threads = min(num_threads, _MAX_STAGING_THREADS)
         wait_for_devices({targets[piece.target].device for read in through for piece in read.pieces})
     num_threads = max(1, min(num_threads, len(reads)))
-    work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline, bool(staged))
+    work = _Work(iter(reads), way or Buffered(files), targets, on_bytes, timeline, bool(staged), pace)
     if num_threads == 1:
         work.run(0, longest)
         return
@@ -104,10 +107,12 @@ class _Work:
         on_bytes: Callable[[int], None] | None,
         timeline: Timeline | None,
         staged: bool,
+        pace: Pace | None,
     ) -> None:
         self.way, self.targets, self.staged = way, targets, staged
         self.stop = threading.Event()
         self._pending, self._on_bytes, self._timeline = pending, on_bytes, timeline
+        self._pace = pace
         self._lock = threading.Lock()
 
     def run(self, number: int, longest: int | None) -> None:
@@ -144,6 +149,8 @@ class _Work:
                 )
             if self._on_bytes is not None:
                 self._on_bytes(nbytes)
+            if self._pace is not None:
+                self.stop.wait(self._pace.delay_s(nbytes))
 
 
 class _Reads:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raywl.checkpoint import Manifest
+from raywl.pace import disk_pace
 from raywl.plan import Read
 from raywl.readers.choose import WARM, Choice, Facts, choose, num_threads_for
 from raywl.readers.execute import execute, num_cores
@@ -54,6 +55,7 @@ class Reader:
         self._timeline = timeline
         self._way: Buffered = make_way(strategy, files)
         self._choice: Choice | None = None
+        self._pace = disk_pace(num_local_ranks)
 
     @property
     def notes(self) -> list[str]:
@@ -90,6 +92,9 @@ class Reader:
         for warning in choice.warnings:
             warnings.warn(warning, stacklevel=stacklevel)
         warm = (self.facts.resident or 0.0) >= WARM
+        if warm:
+            # The disk gives nothing then.
+            self._pace = None
         self.num_threads = num_threads_for(num_cores(), self._num_local_ranks, warm)
         if choice.strategy != self._asked:
             self._way = make_way(choice.strategy, self.files)
@@ -97,7 +102,8 @@ class Reader:
             self.files.expect_random()
         with contextlib.ExitStack() as stack:
             stack.callback(self._way.close)
-            if choice.strategy == "prefetch":
+            # Reading ahead of reads that have to wait would only go round their pace.
+            if choice.strategy == "prefetch" and self._pace is None:
                 stack.enter_context(prefetching(self.manifest, reads))
             yield
 
@@ -116,4 +122,5 @@ class Reader:
             on_bytes=on_bytes,
             way=self._way,
             timeline=self._timeline,
+            pace=self._pace,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -13,13 +12,13 @@ from functools import partial
 from typing import Self, TypeVar
 
 from raywl.errors import RaywlError, SourceError
+from raywl.pace import Pace, disk_pace, environment_number, shared_pace
 from raywl.sources.parts import PartFile
 
 __all__ = [
     "Interrupted",
     "Job",
     "Limits",
-    "Pace",
     "Stopped",
     "StreamRange",
     "again",
@@ -28,7 +27,6 @@ __all__ = [
     "read_range",
     "retry_after_s",
     "run_jobs",
-    "shared_pace",
 ]
 
 StreamRange = Callable[[int, int, threading.Event], Generator[bytes, None, None]]
@@ -102,52 +100,11 @@ class Limits:
         """
         plain = cls()
         return cls(
-            stall_s=_number("RAYWL_STALL_S", plain.stall_s) or plain.stall_s,
-            retries=int(_number("RAYWL_RETRIES", plain.retries)),
-            max_bytes_per_s=_number("RAYWL_MAX_BYTES_PER_S", 0.0) or None,
-            streams=max(1, int(_number("RAYWL_STREAMS", plain.streams))),
+            stall_s=environment_number("RAYWL_STALL_S", plain.stall_s) or plain.stall_s,
+            retries=int(environment_number("RAYWL_RETRIES", plain.retries)),
+            max_bytes_per_s=environment_number("RAYWL_MAX_BYTES_PER_S", 0.0) or None,
+            streams=max(1, int(environment_number("RAYWL_STREAMS", plain.streams))),
         )
-
-
-def _number(name: str, default: float) -> float:
-    text = os.environ.get(name)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={text!r} is not a number of at least 0")
-    return value
-
-
-class Pace:
-    """Lets bytes by at a rate, for all threads that share it."""
-
-    def __init__(self, max_bytes_per_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._now = max_bytes_per_s, now
-        self._free_at_s = now()
-        self._lock = threading.Lock()
-
-    def delay_s(self, nbytes: int) -> float:
-        """Counts bytes that came, and says how long to wait before more are asked for."""
-        with self._lock:
-            now_s = self._now()
-            self._free_at_s = max(self._free_at_s, now_s) + nbytes / self._rate
-            return self._free_at_s - now_s
-
-
-_PACES: dict[float, Pace] = {}
-_PACES_LOCK = threading.Lock()
-
-
-def shared_pace(max_bytes_per_s: float | None) -> Pace | None:
-    """The process's own pace for a rate; `None` without one."""
-    if not max_bytes_per_s:
-        return None
-    with _PACES_LOCK:
-        return _PACES.setdefault(max_bytes_per_s, Pace(max_bytes_per_s))
 
 
 def fetch_range(
@@ -157,6 +114,7 @@ def fetch_range(
     sink: Callable[[int, bytes], object],
     limits: Limits,
     stop: threading.Event | None = None,
+    sink_pace: Pace | None = None,
 ) -> None:
     """Brings the bytes `[start, end)`; goes on from the byte where it stopped after each break.
 
@@ -167,13 +125,15 @@ def fetch_range(
         sink: Takes each block with its first byte's place in the file.
         limits: How often to try, and how fast.
         stop: Ends it when set.
+        sink_pace: Of what the sink writes to.
 
     Raises:
         Stopped: `stop` was set.
         RaywlError: As the source says; of what may pass, after the last try.
     """
     stop = stop or threading.Event()
-    pace, failures = shared_pace(limits.max_bytes_per_s), 0
+    paces = [pace for pace in (shared_pace("source", limits.max_bytes_per_s), sink_pace) if pace is not None]
+    failures = 0
     while start < end:
         try:
             with closing(stream(start, end, stop)) as blocks:
@@ -182,7 +142,8 @@ def fetch_range(
                         raise Stopped
                     sink(start, block)
                     start, failures = start + len(block), 0
-                    if pace is not None and stop.wait(pace.delay_s(len(block))):
+                    delay_s = max((pace.delay_s(len(block)) for pace in paces), default=0.0)
+                    if delay_s and stop.wait(delay_s):
                         raise Stopped
             if start < end and stop.is_set():
                 raise Stopped
@@ -302,6 +263,7 @@ class _Run:
         stop: threading.Event,
     ) -> None:
         self._limits, self._on_bytes, self._stop = limits, on_bytes, stop
+        self._disk = disk_pace()
         self._num_threads = limits.streams if jobs else 0
         self._open: set[_Open] = set()
         self._ranges = self._all_ranges(jobs)
@@ -352,7 +314,7 @@ class _Run:
                 if one is None:
                     return
                 take = partial(self._take, one)
-                fetch_range(one.job.stream, start, end, take, self._limits, self._stop)
+                fetch_range(one.job.stream, start, end, take, self._limits, self._stop, self._disk)
                 self._end_range(one)
         except Stopped:
             pass

@@ -95,6 +95,20 @@ def test_a_small_store(hub, tmp_path):
     assert all(0 < node.peak_store_bytes <= 64 * 4096 for node in state.nodes)
 
 
+@pytest.mark.parametrize(("what", "passes"), [("PEER", 1), ("DISK", 2)])
+def test_a_pace(hub, tmp_path, monkeypatch, what, passes):
+    """Not faster than it allows; here both nodes are one process, which shares it."""
+    rate = 1e6
+    monkeypatch.setenv(f"RAYWL_MAX_{what}_BYTES_PER_S", str(rate))
+    cluster = LocalCluster(pin_of(hub), tmp_path, 2)
+    began_s = time.monotonic()
+    cluster.start()
+    assert cluster.wait().state == "done"
+    # Threads may be done before they have waited for their last chunk: six receive, eight fetch, on each.
+    assert time.monotonic() - began_s >= (passes * NBYTES - 2 * 14 * cluster.spec.table.chunk_bytes) / rate
+    assert all(cluster.content(name) == FILES for name in cluster.names)
+
+
 def test_an_agent_is_killed_and_goes_on(hub, tmp_path):
     """It forgets everything but the disk; the source sends only what was under way again."""
     held = hub.fail("*model-1*", "hang", times=2, after_bytes=1000)

@@ -9,7 +9,7 @@ import pytest
 from tests.repository.imports import imports, modules
 
 LAYERS = [
-    {"_version", "disk", "errors", "strategies", "timeline", "types", "text"},
+    {"_version", "disk", "errors", "pace", "strategies", "timeline", "types", "text"},
     {"locks", "node", "progress"},
     {"sources"},
     {"checkpoint", "parameters"},

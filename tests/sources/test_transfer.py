@@ -17,7 +17,6 @@ from raywl.sources.transfer import (
     Interrupted,
     Job,
     Limits,
-    Pace,
     Stopped,
     again,
     fetch_range,
@@ -137,35 +136,23 @@ def test_a_wait_ends_when_it_is_stopped():
 # Pace
 
 
-@given(
-    st.floats(1e3, 1e9),
-    st.lists(st.tuples(st.floats(0, 5), st.integers(1, 10_000_000)), min_size=1, max_size=50),
-)
-def test_a_pace_is_kept(rate, steps):
-    """Whatever threads take and when: when the last may go on, no more came than the rate allows."""
-    now = [0.0]
-    pace = Pace(rate, lambda: now[0])
-    done = 0
-    for gap_s, nbytes in steps:
-        now[0] += gap_s
-        delay_s = pace.delay_s(nbytes)
-        done += nbytes
-        assert now[0] + delay_s >= nbytes / rate * (1 - 1e-9)
-        now[0] += delay_s
-        assert done <= rate * now[0] * (1 + 1e-9)
-
-
-def test_a_pace_is_shared_by_threads():
-    """Who comes at the same moment waits for all before."""
-    pace = Pace(1000.0, lambda: 5.0)
-    assert [pace.delay_s(100) for _ in range(3)] == pytest.approx([0.1, 0.2, 0.3])
-
-
-def test_a_slow_pace(monkeypatch):
+def test_a_slow_pace():
     stream, _ = source()
     began_s = time.monotonic()
     assert read_range(stream, 0, 3000, Limits(max_bytes_per_s=10_000)) == DATA[:3000]
     assert time.monotonic() - began_s >= 0.29
+
+
+def test_a_slow_disk(tmp_path, monkeypatch):
+    """The slower one of source and disk decides."""
+    monkeypatch.setenv("RAYWL_MAX_DISK_BYTES_PER_S", "20_000")
+    jobs = [
+        Job(lambda name=name: PartFile.open(str(tmp_path / name), 3000), source()[0]) for name in ("x", "y")
+    ]
+    began_s = time.monotonic()
+    run_jobs(jobs, Limits(max_bytes_per_s=1e9))
+    assert time.monotonic() - began_s >= 0.29
+    assert (tmp_path / "y").read_bytes() == DATA[:3000]
 
 
 # Limits

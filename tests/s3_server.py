@@ -1,96 +1,127 @@
-"""An S3 on 127.0.0.1: moto's, behind a door that counts what leaves it, at a rate, and fails on demand.
+"""An S3 on 127.0.0.1: moto's, over real HTTP, that counts requests and fails on demand.
 
-    with S3Server() as s3:
-        s3.put("bucket", "model/config.json", b"{}")
-        # AWS_ENDPOINT_URL=s3.url, with any keys
-
-moto reads a whole object for each range of it: keep objects below 32 MiB.
+moto reads all of an object for each range of it: keep them small.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["S3Fault", "S3Server"]
+__all__ = ["KEY", "SECRET", "S3Server"]
 
+KEY = "AKIDEXAMPLE"
+SECRET = "s3cr3t-acc3ss-k3y"
 _BLOCK_BYTES = 64 << 10
 
 
 @dataclass
-class S3Fault:
-    """What goes wrong with requests for a path."""
+class Request:
+    """One request as it is answered."""
+
+    method: str
+    path: str
+    """`/bucket/key`, unquoted."""
+    query: str
+    range: str | None
+    status: int = 0
+    num_bytes: int = 0
+    """Bytes of the body that were sent so far."""
+
+
+@dataclass
+class Fault:
+    """What goes wrong; made by `S3Server.fail`."""
 
     pattern: str
     how: str
     times: int | None
     after_bytes: int
+    of_bytes: int
+    retry_after_s: int
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
 
 class S3Server:
-    """The server, running from `__enter__` to `__exit__`.
+    """The server, running from `__enter__` to `__exit__`."""
 
-    Args:
-        bytes_per_s: What it sends in all, at most.
-        host: Where it listens.
-        bytes_per_s_and_client: What it sends to each address, at most.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: float | None = None,
-        host: str = "127.0.0.1",
-        bytes_per_s_and_client: float | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._rates = bytes_per_s, bytes_per_s_and_client
-        self._free_at_s: dict[str, float] = {}
-        self._faults: list[S3Fault] = []
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.options = {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
+        """fsspec's storage options for it."""
+        self.requests: list[Request] = []
+        self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self.sent: dict[str, int] = {}
-        """Bytes of bodies that were sent, by path."""
-        self.requests: list[tuple[str, str]] = []
-        """Method and path."""
-        self._server = make_server(host, 0, self._serve, threaded=True)
-        self.url = f"http://{host}:{self._server.server_port}"
+        self._noted = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> S3Server:
+        import boto3
+
         self._thread.start()
+        self.client: Any = boto3.client(
+            "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )  # fmt: skip
         return self
 
     def __exit__(self, *_: object) -> None:
         self.mend()
         self._server.shutdown()
-        self._thread.join(10)
+        self._thread.join()
         self._server.server_close()
 
-    def put(self, bucket: str, key: str, data: bytes) -> None:
-        """Stores an object; makes the bucket if need be."""
-        import boto3
+    def add(self, bucket: str, files: dict[str, bytes], prefix: str = "m/") -> str:
+        """Puts objects into a bucket, which is made if need be; returns the URL of the prefix."""
+        self.client.create_bucket(Bucket=bucket)
+        for name, data in files.items():
+            self.client.put_object(Bucket=bucket, Key=prefix + name, Body=data)
+        self.forget()
+        return f"s3://{bucket}/{prefix}".rstrip("/")
 
-        client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
-        )
-        client.create_bucket(Bucket=bucket)
-        client.put_object(Bucket=bucket, Key=key, Body=data)
+    def add_empty(self, bucket: str, keys: Iterable[str]) -> None:
+        """Makes many objects without content, past HTTP."""
+        from moto.s3.models import s3_backends
 
-    def fail(self, pattern: str, how: str, *, times: int | None = None, after_bytes: int = 0) -> S3Fault:
-        """Makes GETs whose path matches fail: a status, `"cut"`, `"hang"` (until released) or `"garble"`."""
-        fault = S3Fault(pattern, how, times, after_bytes)
+        backend = s3_backends["123456789012"]["aws"]
+        for key in keys:
+            backend.put_object(bucket, key, b"")
+
+    def fail(
+        self,
+        pattern: str,
+        how: str,
+        *,
+        times: int | None = None,
+        after_bytes: int = 0,
+        of_bytes: int = 0,
+        retry_after_s: int = 0,
+    ) -> Fault:
+        """Makes reads whose `/bucket/key` matches fail.
+
+        Args:
+            pattern: `fnmatch` pattern.
+            how: `"500"`, `"503"` (with `Retry-After`), a status with an S3 error code (`"403 AccessDenied"`),
+                `"cut"`, `"hang"` or `"garble"`.
+            times: How many; all by default.
+            after_bytes: Bytes of the body that go out before.
+            of_bytes: Only ranges of at least so many bytes.
+            retry_after_s: For 503.
+        """
+        fault = Fault(pattern, how, times, after_bytes, of_bytes, retry_after_s)
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -105,62 +136,91 @@ class S3Server:
     def forget(self) -> None:
         """Starts counting anew."""
         with self._lock:
-            self.sent.clear()
             self.requests.clear()
 
-    def num_bytes(self, pattern: str = "*") -> int:
-        """Bytes of bodies that were sent for paths that match."""
+    def reads(self, pattern: str = "*") -> list[Request]:
+        """Reads of objects whose `/bucket/key` matches."""
         with self._lock:
-            return sum(count for path, count in self.sent.items() if fnmatch.fnmatchcase(path, pattern))
+            return [
+                r for r in self.requests
+                if r.method == "GET" and "list-type" not in r.query and fnmatch.fnmatchcase(r.path, pattern)
+            ]  # fmt: skip
 
-    def _fault(self, method: str, path: str) -> S3Fault | None:
+    def num_bytes(self, pattern: str = "*") -> int:
+        """Bytes of objects that were sent."""
+        return sum(request.num_bytes for request in self.reads(pattern))
+
+    def wait_for(self, num: int, pattern: str, timeout_s: float = 60.0) -> None:
+        """Waits until `num` reads of objects that match have come."""
+        with self._noted:
+            came = self._noted.wait_for(
+                lambda: sum(fnmatch.fnmatchcase(r.path, pattern) for r in self.requests) >= num, timeout_s
+            )
+        assert came, f"fewer than {num} requests for {pattern} in {timeout_s} s"
+
+    def _fault(self, request: Request) -> Fault | None:
+        if request.method != "GET":
+            return None
+        asked = float("inf")
+        if request.range:
+            first, _, last = request.range.removeprefix("bytes=").partition("-")
+            asked = int(last) + 1 - int(first)
         with self._lock:
-            for fault in self._faults if method == "GET" else ():
-                if fault.times != 0 and fnmatch.fnmatchcase(path, fault.pattern):
+            for fault in self._faults:
+                if fault.times != 0 and fnmatch.fnmatchcase(request.path, fault.pattern):
+                    if asked < fault.of_bytes:
+                        continue
                     if fault.times is not None:
                         fault.times -= 1
                     return fault
         return None
 
-    def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        with self._lock:
-            self.requests.append((method, path))
-        fault = self._fault(method, path)
-        if fault is not None and fault.how.isdecimal():
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = unquote(environ["PATH_INFO"].encode("latin-1").decode())
+        request = Request(
+            environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), environ.get("HTTP_RANGE")
+        )
+        fault = self._fault(request)
+        if fault is not None and fault.how[0].isdigit():
             fault.reached.set()
-            body = b"<Error><Code>SlowDown</Code><Message>made to fail</Message></Error>"
-            start(f"{fault.how} Made To Fail", [("Content-Length", str(len(body))), ("Retry-After", "1")])
+            status, _, code = fault.how.partition(" ")
+            code = code or "InternalError"
+            body = f"<Error><Code>{code}</Code><Message>made to fail</Message></Error>".encode()
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
+            if fault.retry_after_s:
+                headers.append(("Retry-After", str(fault.retry_after_s)))
+            self._note(request, int(status))
+            start_response(f"{status} made to fail", headers)
             return [body]
-        body = self._app(environ, start)
-        if method != "GET":
-            return body
-        return self._paced(path, environ.get("REMOTE_ADDR", ""), body, fault)
 
-    def _paced(self, path: str, client: str, body: Iterable[bytes], fault: S3Fault | None) -> Iterator[bytes]:
-        data, at = b"".join(body), 0
-        while at < len(data):
-            if fault is not None and at >= fault.after_bytes:
-                fault.reached.set()
-                if fault.how == "hang":
-                    fault.released.wait(120)
-                elif fault.how == "cut":
-                    raise ConnectionError("cut")
-            block = data[at : at + _BLOCK_BYTES]
-            if fault is not None and fault.how == "garble":
-                block = bytes(byte ^ 0xFF for byte in block)
-            self._wait_for_turn("", self._rates[0], len(block))
-            self._wait_for_turn(client, self._rates[1], len(block))
-            with self._lock:
-                self.sent[path] = self.sent.get(path, 0) + len(block)
-            at += len(block)
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            self._note(request, int(status.split()[0]))
+            return start_response(status, headers, *rest)
+
+        return self._body(self._app(environ, start), request, fault)
+
+    def _note(self, request: Request, status: int) -> None:
+        request.status = status
+        with self._noted:
+            self.requests.append(request)
+            self._noted.notify_all()
+
+    def _body(self, chunks: Iterable[bytes], request: Request, fault: Fault | None) -> Iterator[bytes]:
+        body = b"".join(chunks)
+        if fault is not None and fault.how == "garble":
+            body = bytes(byte ^ 0x55 for byte in body)
+        end = len(body) if fault is None or fault.how == "garble" else min(fault.after_bytes, len(body))
+        yield from self._blocks(body[:end], request)
+        if end < len(body):
+            assert fault is not None
+            fault.reached.set()
+            if fault.how == "cut":
+                raise ConnectionAbortedError("made to fail")
+            fault.released.wait()
+            yield from self._blocks(body[end:], request)
+
+    def _blocks(self, body: bytes, request: Request) -> Iterator[bytes]:
+        for start in range(0, len(body), _BLOCK_BYTES):
+            block = body[start : start + _BLOCK_BYTES]
+            request.num_bytes += len(block)
             yield block
-
-    def _wait_for_turn(self, whose: str, rate: float | None, nbytes: int) -> None:
-        if rate is None:
-            return
-        with self._lock:
-            now_s = time.monotonic()
-            free_s = max(self._free_at_s.get(whose, 0.0), now_s - 0.05) + nbytes / rate
-            self._free_at_s[whose] = free_s
-        time.sleep(max(0.0, free_s - now_s))

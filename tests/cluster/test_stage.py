@@ -20,11 +20,11 @@ import raywl
 from raywl.errors import CapacityError, RaywlError, SourceError
 from tests.cluster.conftest import connected, eventually, ray_cluster
 from tests.cluster.parts import is_gone
-from tests.s3_server import S3Server
+from tests.s3_server import KEY, SECRET, S3Server
 
 MIB = 1 << 20
 STORE_BYTES = 200 * MIB
-KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 def weights(seed: int, num_files: int = 3, file_bytes: int = 8 * MIB) -> dict[str, bytes]:
@@ -69,10 +69,7 @@ def store(s3, caches, monkeypatch, tmp_path):
 
 
 def put(s3: S3Server, name: str, files: dict[str, bytes]) -> str:
-    for key, data in files.items():
-        s3.put("bucket", f"{name}/{key}", data)
-    s3.forget()
-    return f"s3://bucket/{name}"
+    return s3.add("bucket", files, f"{name}/")
 
 
 def files_on(folder: Path, name: str) -> dict[str, bytes]:
@@ -318,7 +315,7 @@ def test_a_source_that_fails_for_a_while(store, caches, how):
     _, folders = caches
     files = weights(6, num_files=2, file_bytes=2 * MIB)
     ref = put(store, f"shaky{how}", files)
-    store.fail(f"/bucket/shaky{how}/model-00002*", how, times=3, after_bytes=50_000)
+    store.fail(f"/bucket/shaky{how}/model-00002*", how, times=3, after_bytes=50_000, retry_after_s=1)
     raywl.stage(ref, timeout_s=90.0)
     assert all(files_on(folder, f"shaky{how}") == files for folder in folders)
 

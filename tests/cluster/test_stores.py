@@ -12,7 +12,7 @@ import raywl
 from raywl.errors import AuthError, NotFoundError
 from tests.cluster.conftest import connected, ray_cluster
 from tests.cluster.parts import COLUMNS, SHARDS, Part
-from tests.sources.s3_server import SECRET, S3Server
+from tests.s3_server import SECRET, S3Server
 
 ROWS = 8
 TIMEOUT_S = 90.0

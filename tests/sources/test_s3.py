@@ -29,8 +29,8 @@ from raywl.errors import (
 )
 from raywl.opening import open_checkpoint
 from raywl.sources import StorePin, pin
+from tests.s3_server import KEY, SECRET, S3Server
 from tests.sources.conftest import FETCHED, PATIENCE_S, answer, shard, sharded, spans_left, start_plain, until
-from tests.sources.s3_server import KEY, SECRET, S3Server
 from tests.web_server import WebServer
 
 ROWS = 20_000

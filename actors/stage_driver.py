@@ -93,6 +93,9 @@ def stage_on_nodes(
     report.notes = list(state.notes)
     labels = {node.node: node.label for node in state.nodes}
     wanted = {node.node_id for node in nodes}
+    # What all of them say is said once.
+    common = set.intersection(*(set(node.notes) for node in state.nodes)) if state.nodes else set()
+    report.notes += sorted(common)
     report.nodes = [
         StagedNode(
             node.label,
@@ -104,7 +107,10 @@ def stage_on_nodes(
             node.sent_bytes,
             node.peak_store_bytes,
             None if node.guest_of is None else labels.get(node.guest_of, node.guest_of),
-            [*node.notes, *(["its link was slow, and spared"] if node.slow else [])],
+            [
+                *(note for note in node.notes if note not in common),
+                *(["its link was slow, and spared"] if node.slow else []),
+            ],
         )
         for node in state.nodes
         if node.node in wanted

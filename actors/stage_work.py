@@ -16,7 +16,7 @@ from raywl.actors.markers import FolderMarker
 from raywl.actors.shared_lock import SharedLocks
 from raywl.actors.staged_files import DiskFailed, StagedFiles
 from raywl.coordination import FetchFailure, NodeReport, Orders, Ticket, unpack_route
-from raywl.errors import CheckpointError, ClusterError, RaywlError, SourceError
+from raywl.errors import CheckpointError, ClusterError, RaywlError, SourceError, some_of
 from raywl.pace import disk_pace, peer_pace
 from raywl.sources.transfer import Stopped
 
@@ -104,6 +104,7 @@ class StageWork:
         self._lost: list[tuple[int, int]] = []
         self._notes: list[str] = []
         self._unfinished = set(range(len(self._table.files)))
+        self._spoiled: set[int] = set()
         self._checking_until_s = 0.0
         self._step = self._num_waiters = 0
         self._num_slots = _MIN_FETCHES
@@ -218,6 +219,7 @@ class StageWork:
                 continue
             answered_s = time.monotonic()
             if orders.state == "over":
+                self._spoiled.update(orders.spoiled)
                 return orders.why
             if orders.state == "join":
                 self._ticket = None
@@ -264,6 +266,7 @@ class StageWork:
                 self._step,
                 self._finished,
                 tuple(self._notes),
+                tuple(self._files.spoiled),
                 self._error,
             )
 
@@ -504,6 +507,9 @@ class StageWork:
                 self._unfinished.discard(index)
                 last = not self._unfinished
             if last:
+                if unhashed := sorted(self._files.unhashed):
+                    told = f"the source gives no hash of {len(unhashed)} files: {some_of(unhashed)}"
+                    self._note(f"{told}; only their sizes were checked")
                 self._files.source.fetched()
                 self._set_finished()
 
@@ -531,6 +537,7 @@ class StageWork:
         give_up_s = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(0.0, give_up_s - time.monotonic()))
+        self._files.throw_away(self._spoiled | self._files.spoiled)
         self._files.close()
         self._offers.drop_all()
         self._marker.remove()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from raywl.coordination import ChunkTable
@@ -77,6 +77,10 @@ class StagedFiles:
         self._finishing: dict[int, _Part] = {}
         """Those that are checked: still read, but not written any more."""
         self._whole: set[int] = set()
+        self.unhashed: list[str] = []
+        """Files of which the source knows no hash, so that only their sizes were checked."""
+        self.spoiled: set[int] = set()
+        """Files whose bytes were wrong."""
         self._lock = threading.Condition()
         self._closed = False
 
@@ -180,20 +184,40 @@ class StagedFiles:
 
         Raises:
             SourceError: Its bytes are not what the source announced, and were thrown away; or it can't be
-                moved.
+                checked or moved.
         """
         if index in self._whole:
             return
         file, source = self._files[index], self.source
         if size_of(source.repository.blob(source.key(file))) != file.size:
             with self._part(index, last=True) as part:
-                part.finish(partial(source.check, file))
+                try:
+                    part.finish(partial(self._check, index))
+                finally:
+                    # What couldn't be checked is kept for the next time.
+                    part.close()
         elif (unneeded := self._parts.pop(index, None)) is not None:
             # Another process, or another file with the same content, was there before.
             unneeded.file.discard()
         source.link(file)
         with self._lock:
             self._whole.add(index)
+
+    def _check(self, index: int, path: str) -> None:
+        file = self._files[index]
+        try:
+            if not self.source.check(file, path):
+                self.unhashed.append(file.name)
+        except RaywlError:
+            self.spoiled.add(index)
+            raise
+
+    def throw_away(self, indices: Iterable[int]) -> None:
+        """Throws away what came of files that turned out wrong somewhere: the wrong bytes may be among it."""
+        for index in indices:
+            if index not in self._whole and self._files[index].size:
+                with contextlib.suppress(DiskFailed, SourceError), self._part(index, last=True) as part:
+                    part.discard()
 
     def whole_again(self) -> bool:
         """Looks whether all files are under their names by now: another node may have filled the folder."""

@@ -107,6 +107,8 @@ class NodeReport:
     finished: bool = False
     """All files are in their place."""
     notes: tuple[str, ...] = ()
+    spoiled: tuple[int, ...] = ()
+    """Files whose bytes turned out wrong, by index in the table."""
     error: Exception | None = None
     """It can't go on: its disk is full, a file is not what the source announced."""
 
@@ -160,6 +162,8 @@ class Orders:
     """The folder is filled: a guest is to look whether it has everything."""
     next_s: float = 0.2
     """When to report again."""
+    spoiled: tuple[int, ...] = ()
+    """With `"over"`: files whose bytes turned out wrong; what came of them is to be thrown away."""
 
 
 @dataclass(frozen=True, slots=True)

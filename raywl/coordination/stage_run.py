@@ -73,6 +73,7 @@ class StageRun:
         """The most that each node ever had, and its highest step: only more than that counts as movement."""
         self._vain_until_s: dict[int, float] = {}
         """Chunk to when to look again for somebody else who has it."""
+        self._spoiled: set[int] = set()
         self._settled = self._done = False
         self._settle_s = now_s + spec.settle_s
         self._moved_s = self._judged_s = now_s
@@ -123,6 +124,7 @@ class StageRun:
         if report.answered == member.serial:
             del member.personal[: member.num_told]
             member.num_told = 0
+        self._spoiled.update(report.spoiled)
         if report.error is not None:
             self.fail(report.error)
         if report.shares != member.shares:
@@ -431,7 +433,7 @@ class StageRun:
     def _orders(self, member: Member, report: NodeReport) -> Orders:
         if self.state != "running":
             why = "" if self.error is None else str(self.error)
-            return Orders("over", why)
+            return Orders("over", why, spoiled=tuple(sorted(self._spoiled)))
         member.serial += 1
         next_s = min(_MAX_REPORT_S, max(_MIN_REPORT_S, len(self._members) / _REPORTS_PER_S))
         ids = tuple(self._members.ids[report.seen_nodes :])

@@ -147,20 +147,24 @@ def check_room(folder: str, blobs: Iterable[tuple[str, int]]) -> None:
         )
 
 
-def check_hash(path: str, known: Mapping[str, str], wrong: Callable[[str], SourceError]) -> None:
-    """Compares a file with the strongest hash that is known of it; with none, does nothing.
+def check_hash(path: str, known: Mapping[str, str], wrong: Callable[[str], SourceError]) -> bool:
+    """Compares a file with the strongest hash that is known of it.
 
     Args:
         path: The file.
         known: Hashes in hex, by name; `git` is that of a git object.
         wrong: Makes the error out of what is wrong.
+
+    Returns:
+        Whether there was one to compare with.
     """
     kind = next((kind for kind in _STRONGEST if kind in known), None)
     if kind is None:
-        return
+        return False
     got = _hash(path, kind)
     if got != known[kind].lower():
         raise wrong(f"its {kind.upper()} is {got}, expected {known[kind]}")
+    return True
 
 
 def _hash(path: str, kind: str) -> str:

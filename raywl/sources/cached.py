@@ -15,7 +15,7 @@ from raywl.errors import MissingFileError, SourceError
 from raywl.sources.base import RemoteFile, Report
 from raywl.sources.cache import Repository, check_hash, check_room, size_of
 from raywl.sources.local import LocalSource, stamp_of
-from raywl.sources.parts import PartFile, disk_error, sweep
+from raywl.sources.parts import PartFile, Unchecked, disk_error, sweep
 from raywl.sources.selection import companions
 from raywl.sources.transfer import Job, Limits, read_range, run_jobs
 
@@ -244,10 +244,23 @@ class CachedSource(ABC):
             part.write(start, head[start:end])
         return part
 
-    def check(self, file: RemoteFile, path: str) -> None:
-        """Raises `SourceError` where the bytes of a whole file are wrong."""
+    def check(self, file: RemoteFile, path: str) -> bool:
+        """Compares the bytes of a whole file with what the remote end knows of it.
+
+        Returns:
+            Whether it knows a hash.
+
+        Raises:
+            SourceError: They are wrong.
+            CheckpointError: It isn't the file that was listed any more.
+            Unchecked: The remote end can't be asked.
+        """
         try:
-            check_hash(path, self.hashes(file), partial(self._thrown_away, file))
+            known = self.hashes(file)
+        except SourceError as error:
+            raise Unchecked(error) from None
+        try:
+            return check_hash(path, known, partial(self._thrown_away, file))
         except OSError as error:
             if isinstance(error, SourceError):
                 raise

@@ -23,9 +23,9 @@ from functools import cache
 from typing import Any
 
 from raywl.disk import sync_folder
-from raywl.errors import CapacityError, SourceError
+from raywl.errors import CapacityError, RaywlError, SourceError
 
-__all__ = ["PartFile", "Spans", "disk_error", "sweep"]
+__all__ = ["PartFile", "Spans", "Unchecked", "disk_error", "sweep"]
 
 Span = tuple[int, int]
 
@@ -37,6 +37,14 @@ _ORPHAN_AGE_S = 900.0
 """After this time without a write, a part file of another machine is nobody's. Transfers that stall are cut
 long before."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Unchecked(Exception):
+    """Whether a file's bytes are right couldn't be found out now."""
+
+    def __init__(self, error: RaywlError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Spans:
@@ -192,12 +200,12 @@ class PartFile:
         with self._in_use() as fd:
             return os.pread(fd, end - start, start)
 
-    def finish(self, check: Callable[[str], None] | None = None) -> None:
+    def finish(self, check: Callable[[str], object] | None = None) -> None:
         """Moves the whole file to its final name.
 
         Args:
             check: Called with the path of the bytes. What it raises means that they are wrong, and they are
-                thrown away.
+                thrown away; but not with `Unchecked`, whose error is raised.
 
         Raises:
             ValueError: Bytes are missing.
@@ -211,6 +219,8 @@ class PartFile:
             if check is not None:
                 check(self.path)
             os.replace(self.path, self.target)
+        except Unchecked as unchecked:
+            raise unchecked.error from None
         except OSError as error:
             self.discard()
             if isinstance(error, SourceError):

@@ -210,7 +210,7 @@ class Job:
     """Its part file; called when its turn has come, since a checkpoint may have more files than a process may
     open."""
     stream: StreamRange
-    check: Callable[[str], None] | None = None
+    check: Callable[[str], object] | None = None
     """Raises when the whole has the wrong bytes; see `PartFile.finish`."""
     done: Callable[[], None] = lambda: None
     """Called when the file is under its final name."""

@@ -347,6 +347,29 @@ def test_a_source_that_always_fails(store, caches):
     assert store.num_bytes("/bucket/broken/*") <= len(files["model-00003-of-00003.safetensors"])
 
 
+def test_a_source_that_sends_wrong_bytes(store, caches):
+    """Of one range, once: the store's hash finds it out on every node that it was passed on to. The error
+    names node and file, no node keeps anything of that file, and the next try fetches it anew."""
+    _, folders = caches
+    files = weights(13)
+    ref = put(store, "wrong", files)
+    name = "model-00002-of-00003.safetensors"
+    store.fail(f"/bucket/wrong/{name}", "garble", times=1)
+    with pytest.raises(SourceError, match="other bytes than the store has") as caught:
+        raywl.stage(ref, timeout_s=60.0)
+    assert name in str(caught.value)
+    assert "node" in str(caught.value.where)
+    for folder in folders:
+        found = files_on(folder, "wrong")
+        assert name not in found
+        assert all(found[name] == files[name] for name in found)
+    store.forget()
+    raywl.stage(ref, timeout_s=60.0)
+    assert all(files_on(folder, "wrong") == files for folder in folders)
+    assert store.num_bytes(f"/bucket/wrong/{name}") == len(files[name])
+    assert not [path for folder in folders for path in left_over(folder)]
+
+
 @pytest.mark.slow
 def test_a_source_that_hangs(store, caches):
     """The deadline holds, and the error says who waits for what."""

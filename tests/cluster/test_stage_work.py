@@ -95,6 +95,82 @@ def test_a_small_store(hub, tmp_path):
     assert all(0 < node.peak_store_bytes <= 64 * 4096 for node in state.nodes)
 
 
+@pytest.mark.parametrize("blocked", ["node0", "node1"])
+def test_wrong_bytes_are_kept_nowhere(hub, tmp_path, blocked):
+    """A node that has only a part of a file that another one found wrong throws that away, too: else it
+    would hand the wrong bytes on when it is tried again."""
+    pin = pin_of(hub)
+    cluster = LocalCluster(pin, tmp_path, 2)
+    source = cluster.source_of("node0")
+    (file,) = [file for file in source.files.values() if file.name == "model-1.safetensors"]
+    index = [name for name, _ in cluster.spec.table.files].index(file.name)
+    last = cluster.spec.table.file_bits(index).bit_length() - 1
+    # All but the end of it, with wrong bytes, are on one node.
+    source.repository.make()
+    part = source.open_part(file)
+    part.write(0, bytes(295_000))
+    part.close()
+    over = threading.Event()
+
+    def hold(_: str, chunk: int, asker: str) -> None:
+        if chunk == last and asker == blocked:
+            over.wait(30)
+
+    cluster.on_chunk = hold
+    cluster.start()
+    state = cluster.wait(until=lambda state: state.nodes[0].state == "finished")
+    over.set()
+    cluster.join()
+    assert state.state == "failed"
+    assert isinstance(state.error, SourceError)
+    assert "model-1.safetensors brought other bytes than the hub announced" in str(state.error)
+    assert file.name not in {**cluster.content("node0"), **cluster.content("node1")}
+    again = LocalCluster(pin, tmp_path, 2)
+    again.start()
+    assert again.wait().state == "done"
+    again.join()
+    assert all(again.content(name) == FILES and not again.left_over(name) for name in again.names)
+
+
+def test_what_cannot_be_checked_now_is_kept(hub, tmp_path, monkeypatch):
+    """The source can't be asked for a hash: that says nothing against the bytes."""
+    source = LocalCluster(pin_of(hub), tmp_path, 1).source_of("node0")
+    known = type(source).hashes
+    with monkeypatch.context() as patch:
+
+        def hashes(self, file):
+            if file.name == "model-1.safetensors":
+                raise SourceError("org/name", "try again later", status=503)
+            return known(self, file)
+
+        patch.setattr(type(source), "hashes", hashes)
+        with pytest.raises(SourceError, match="try again later"):
+            source.fetch(["model-1.safetensors"])
+        hub.forget()
+        cluster = LocalCluster(pin_of(hub), tmp_path, 1)
+        cluster.start()
+        state = cluster.wait()
+        assert "try again later" in str(state.error)
+        cluster.join()
+    cluster = LocalCluster(pin_of(hub), tmp_path, 1)
+    cluster.start()
+    assert cluster.wait().state == "done"
+    cluster.join()
+    assert cluster.content("node0") == FILES
+    assert hub.num_bytes("*model-1*") == 0
+
+
+def test_a_source_without_hashes(hub, tmp_path, monkeypatch):
+    """What was not compared is said."""
+    pin = pin_of(hub)
+    cluster = LocalCluster(pin, tmp_path, 2)
+    monkeypatch.setattr(type(pin.open()), "hashes", lambda *_: {})
+    cluster.start()
+    state = cluster.wait()
+    told = f"the source gives no hash of 4 files: {', '.join(FILES)}; only their sizes were checked"
+    assert all(told in node.notes for node in state.nodes)
+
+
 @pytest.mark.parametrize(("what", "passes"), [("PEER", 1), ("DISK", 2)])
 def test_a_pace(hub, tmp_path, monkeypatch, what, passes):
     """Not faster than it allows; here both nodes are one process, which shares it."""

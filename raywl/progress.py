@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ Progress = Callable[[int, int, str], None]
 """Called as `progress(done_bytes, total_bytes, phase)`, possibly from several threads at a time."""
 
 _MAX_LINES = 10
+_NUM_COLUMNS, _NUM_ROWS = 80, 24
 _MIN_LINE_INTERVAL_S = 1.0
 
 
@@ -86,14 +89,24 @@ class _Bar(_Display):
         from tqdm import tqdm
 
         self._bar = tqdm(
-            total=total_bytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, file=self._stream
-        )
+            total=total_bytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, file=self._stream,
+            **_size(self._stream),
+        )  # fmt: skip
 
     def _show(self, done_bytes: int, total_bytes: int, phase: str) -> None:
         self._bar.update(done_bytes - self._bar.n)
 
     def _close(self) -> None:
         self._bar.close()
+
+
+def _size(terminal: TextIO) -> dict[str, int]:
+    """For `tqdm`, of a terminal that has no size, as in some containers: it would show nothing there. Any
+    other one tells by itself."""
+    with contextlib.suppress(OSError, ValueError):
+        if 0 in os.get_terminal_size(terminal.fileno()):
+            return {"ncols": _NUM_COLUMNS, "nrows": _NUM_ROWS}
+    return {}
 
 
 class _Lines(_Display):

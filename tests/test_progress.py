@@ -97,15 +97,16 @@ def test_a_process_without_standard_error_shows_nothing(monkeypatch):
     assert make_progress(True) is None
 
 
-def test_a_terminal_gets_a_bar_that_closes():
-    """A real terminal pair: the bar redraws one line, and ends it."""
+@pytest.mark.parametrize("size", [(24, 80), (0, 0)], ids=str)
+def test_a_terminal_gets_a_bar_that_closes(size):
+    """A real terminal pair: the bar redraws one line, and ends it; also where nobody told how large it is."""
     script = (
         "from raywl.progress import make_progress\n"
         "p = make_progress(True)\n"
         "for done in range(0, 101, 10): p(done << 20, 100 << 20, 'read')\n"
     )
     leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 80))
+    termios.tcsetwinsize(follower, size)
     subprocess.run([sys.executable, "-c", script], stderr=follower, check=True, timeout=60)
     os.close(follower)
     shown = os.read(leader, 1 << 16).decode()

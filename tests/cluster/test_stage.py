@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -181,17 +183,26 @@ def test_usage(store):
 
 
 def test_launch_stages_by_itself(store, caches):
-    """Two ranks on two nodes: the bytes are counted once, and the report has them."""
+    """Two ranks on two nodes: the report has the bytes, each counted once; progress is that of all."""
     from tests.cluster.parts import COLUMNS, ROWS, SHARDS, Model, tensors_of
 
-    ref = put(store, "launched", {"model.safetensors": save(tensors_of(torch))})
+    data = save(tensors_of(torch))
+    ref = put(store, "launched", {"model.safetensors": data})
+    seen: list[tuple[int, int, str]] = []
     with raywl.launch(
-        ref, Model, tp_size=2, shards=SHARDS, placement="STRICT_SPREAD", timeout_s=90.0, agent_idle_s=60.0
-    ) as group:
+        ref, Model, tp_size=2, shards=SHARDS, placement="STRICT_SPREAD", timeout_s=90.0, agent_idle_s=60.0,
+        progress=lambda *told: seen.append(told),
+    ) as group:  # fmt: skip
         parts = group.run(lambda model: model.embed.weight.detach().clone())
         assert torch.equal(torch.cat(parts), tensors_of(torch)["embed.weight"])
         assert torch.cat(parts).shape == (ROWS, COLUMNS)
         assert group.report.bytes_by_source["s3"] == store.num_bytes("/bucket/launched/*")
+        # Of both nodes together, then of both ranks.
+        phases = list(dict.fromkeys(phase for *_, phase in seen))
+        assert phases == ["stage", "read"]
+        ends = {phase: (done, total) for done, total, phase in seen}
+        read = sum(report.bytes_read for report in group.report.ranks)
+        assert ends == {"stage": (2 * len(data),) * 2, "read": (read, read)}
 
 
 @pytest.mark.slow
@@ -445,6 +456,39 @@ def test_pins(store, caches):
     assert raywl.unpin(ref) == 3
     assert pinned() == [0, 0, 0]
     assert raywl.unpin(ref) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["terminal", "pipe"])
+def test_the_load_command_shows_both(store, caches, tmp_path, where):
+    """One bar of the whole cluster at a time, or lines: what is staged, then what is read."""
+    cluster, _ = caches
+    ref = put(store, f"shown-{where}", weights(14, num_files=1, file_bytes=4 * MIB))
+    leader, follower = pty.openpty()
+    shown = b""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raywl", "load", ref, "--address", cluster.address, "--json"],
+            stdout=subprocess.PIPE,
+            stderr=follower if where == "terminal" else subprocess.PIPE,
+            cwd=tmp_path,
+        )
+        os.close(follower)
+        if where == "pipe":
+            out, shown = process.communicate(timeout=120)
+        else:
+            # Ends with an error when nobody holds the other side any more.
+            with contextlib.suppress(OSError):
+                while block := os.read(leader, 1 << 16):
+                    shown += block
+            out, _ = process.communicate(timeout=120)
+    finally:
+        os.close(leader)
+    assert process.returncode == 0, shown
+    assert json.loads(out)["bytes_by_source"]["s3"] > 4 * MIB
+    end = "100%" if where == "terminal" else "100 %"
+    ends = [shown.decode().index(f"{phase}: {end}") for phase in ("stage", "read")]
+    assert ends == sorted(ends)
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class NodeAgent:
         self._opened: dict[str, tuple[Opened, bytes]] = {}
         self._unfetched: dict[str, Checkpoint] = {}
         """Open checkpoints whose files aren't known to be on this node, with what fetching them takes."""
+        self._progress: dict[str, tuple[int, int, str]] = {}
+        """How far what is being fetched for a group is."""
         self._warmers: dict[str, PageWarmer] = {}
         self._hurry = threading.Event()
         self._shelf = TableShelf(node_id, label, link, self._tell_held)
@@ -123,6 +125,10 @@ class NodeAgent:
         """
         self._open(request)
         return self._fetch(request)
+
+    def progress(self, group: str) -> tuple[int, int, str]:
+        """Bytes that `fetch` has, those that it is to have, and what is going on."""
+        return self._progress.get(group, (0, 0, "fetch"))
 
     def checkpoint(self, request: SourceRequest, identity: str) -> bytes:
         """The pickled `Checkpoint`, for ranks of this node.
@@ -321,7 +327,14 @@ class NodeAgent:
             checkpoint = self._unfetched.get(request.group)
             if checkpoint is None:
                 return 0
-            nbytes = checkpoint.fetch()
+
+            def note(*told: Any) -> None:
+                self._progress[request.group] = told
+
+            try:
+                nbytes = checkpoint.fetch(progress=note)
+            finally:
+                self._progress.pop(request.group, None)
             with self._lock:
                 self._unfetched.pop(request.group, None)
             self._link.count_fetched(checkpoint.source.kind, nbytes)

@@ -25,6 +25,7 @@ from raywl.actors.raycalls import (
     Node,
     ProgressPoll,
     alive_nodes,
+    ask_progress,
     gather,
     has_gpus,
     make_coordinator,
@@ -366,7 +367,9 @@ class _Launch:
     def _load(self, job: Job, places: Sequence[Place]) -> list[LoadReport]:
         parts = self._parts
         sent = ray.put(job)
-        poll = None if self._progress is None else ProgressPoll(parts.ranks, self._progress)
+        poll = None
+        if self._progress is not None:
+            poll = ProgressPoll([partial(ask_progress, rank) for rank in parts.ranks], self._progress)
         loading = [rank.load.remote(sent) for rank in parts.ranks]
         try:
             reports: list[LoadReport] = gather(loading, places, self._deadline, on_tick=poll)

@@ -566,10 +566,14 @@ def _why_dead(error: Exception) -> str:
 
 
 class ProgressPoll:
-    """Asks ranks how far they are, one question at a time each, and tells the caller the sum."""
+    """Asks actors how far they are, one question at a time each, and tells the caller the sum."""
 
-    def __init__(self, ranks: Iterable[Any], progress: Callable[[int, int, str], None]) -> None:
-        self._ranks = list(ranks)
+    def __init__(self, asks: Sequence[Callable[[], Any]], progress: Callable[[int, int, str], None]) -> None:
+        """Args:
+        asks: Makes the call to each, which is answered at once.
+        progress: What to tell.
+        """
+        self._asks = asks
         self._progress = progress
         self._asked: dict[int, Any] = {}
         self._known: dict[int, tuple[int, int, str]] = {}
@@ -580,23 +584,23 @@ class ProgressPoll:
         for index, ref in list(self._asked.items()):
             if ray.wait([ref], timeout=0)[0]:
                 del self._asked[index]
-                # A rank that died is reported by the call that it was to do.
+                # One that died is reported by the call that it was to do.
                 with contextlib.suppress(Exception):
                     self._known[index] = ray.get(ref)
-        for index, rank in enumerate(self._ranks):
+        for index, ask in enumerate(self._asks):
             if index not in self._asked:
-                self._asked[index] = ask_progress(rank)
+                self._asked[index] = ask()
         self._tell()
 
     def finish(self, total_bytes: int) -> None:
-        """Tells the end once: all ranks are done."""
+        """Tells the end once: all are done."""
         phase = self._told[2] if self._told else "read"
         self._progress(total_bytes, total_bytes, phase)
 
     def _tell(self) -> None:
         begun = [known for known in self._known.values() if known[1]]
-        if len(begun) < len(self._ranks):
-            # Before every rank knows its total, the sum would jump.
+        if len(begun) < len(self._asks):
+            # Before each of them knows its total, the sum would jump.
             return
         told = sum(k[0] for k in begun), sum(k[1] for k in begun), min(begun, key=lambda k: k[0] / k[1])[2]
         if told != self._told:

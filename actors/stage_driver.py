@@ -8,6 +8,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,7 +16,15 @@ import ray
 from raywl.actors.chunks import StageFiles, StageRequest
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place
-from raywl.actors.raycalls import Node, alive_nodes, from_ray, gather, hold_agents, make_coordinator
+from raywl.actors.raycalls import (
+    Node,
+    ProgressPoll,
+    alive_nodes,
+    from_ray,
+    gather,
+    hold_agents,
+    make_coordinator,
+)
 from raywl.actors.requests import SourceRequest
 from raywl.actors.stage_calls import STAGE
 from raywl.actors.stage_work import window_of
@@ -72,14 +81,12 @@ def stage_on_nodes(
         return None
     found = _look_on_nodes(request, nodes, deadline)
     first = found[0]
-    if not first.ranged:
-        # A web server that gives no ranges: each node fetches the files whole, when it opens them.
-        return None
     nbytes = sum(size for _, size in first.files)
     report = StageReport(request.label, "", "cache", first.kind, nbytes)
     if len(found) == len(nodes) and all(one.complete for one in found):
         report.nodes = [StagedNode(node.label, node.node_id, "finished", nbytes) for node in nodes]
         return report
+    whole_bytes = 0 if first.ranged else _fetch_whole(request, nodes, deadline, progress)
     smallest_bytes = min(window_of(int(node.resources.get("object_store_memory", 0))) for node in nodes)
     spec = StageSpec(
         run=f"stage-{uuid.uuid4().hex[:16]}",
@@ -91,6 +98,8 @@ def stage_on_nodes(
     deadline.enter("stage")
     state = _Staging(StageRequest(spec, request.ref), nodes, deadline, progress).run()
     report.notes = list(state.notes)
+    if whole_bytes:
+        report.notes.append(f"the source gives no parts of files: {nodes[0].label} fetched them whole")
     labels = {node.node: node.label for node in state.nodes}
     wanted = {node.node_id for node in nodes}
     # What all of them say is said once.
@@ -102,7 +111,7 @@ def stage_on_nodes(
             node.node,
             node.state,
             spec.table.nbytes if node.state == "finished" else node.has_bytes,
-            node.fetched_bytes,
+            node.fetched_bytes + (whole_bytes if node.node == nodes[0].node_id else 0),
             node.received_bytes,
             node.sent_bytes,
             node.peak_store_bytes,
@@ -126,6 +135,23 @@ def _look_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Dead
     if found[0].complete:
         found += gather([agent.list_files.remote(request) for agent in agents[1:]], places[1:], deadline)
     return found
+
+
+def _fetch_whole(
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline, progress: Progress | None
+) -> int:
+    """Brings files that the source gives only whole to the first node, unless one has them; returns the bytes
+    that came. From there they are staged as any other."""
+    agents = hold_agents(nodes, deadline)
+    places = [Place(node.label) for node in nodes]
+    found: list[StageFiles] = gather([agent.list_files.remote(request) for agent in agents], places, deadline)
+    if any(one.complete for one in found):
+        return 0
+    deadline.enter("fetch")
+    ask = partial(agents[0].progress.remote, request.group)
+    poll = None if progress is None else ProgressPoll([ask], progress)
+    (nbytes,) = gather([agents[0].fetch.remote(request)], places[:1], deadline, poll)
+    return int(nbytes)
 
 
 def chunk_bytes_for(window_bytes: int) -> int:

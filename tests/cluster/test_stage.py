@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from raywl.errors import CapacityError, RaywlError, SourceError
 from tests.cluster.conftest import connected, eventually, ray_cluster
 from tests.cluster.parts import is_gone
 from tests.s3_server import KEY, SECRET, S3Server
+from tests.web_server import WebServer
 
 MIB = 1 << 20
 STORE_BYTES = 200 * MIB
@@ -168,6 +170,30 @@ def test_one_node_has_it_already(store, caches):
     assert all(files_on(folder, "warm") == files for folder in folders)
     (first,) = [node for node in report.nodes if node.node_id == head]
     assert first.sent_bytes <= 1.05 * nbytes
+
+
+def test_a_source_without_ranges(caches, monkeypatch):
+    """A web server that gives files only whole: to one node, once; the others get them from there."""
+    _, folders = caches
+    monkeypatch.setenv("no_proxy", "*")
+    files = weights(15, num_files=2, file_bytes=4 * MIB)
+    with WebServer() as web:
+        web.has_ranges = False
+        web.files |= {f"m/{name}": data for name, data in files.items()}
+        seen: list[tuple[int, int, str]] = []
+        report = raywl.stage(f"{web.url}/m", timeout_s=60.0, progress=lambda *told: seen.append(told))
+        nbytes = sum(map(len, files.values()))
+        # That node's look at the header, which is broken off, and the file; nothing of the other nodes.
+        assert Counter(r.path for r in web.requests if "model" in r.path and r.range is None) == {
+            f"/m/{name}": 2 for name in files if "model" in name
+        }
+    assert report.bytes_between_nodes == 2 * nbytes
+    assert nbytes * 0.9 <= report.bytes_from_source <= nbytes
+    assert any("gives no parts of files" in note for note in report.notes)
+    assert seen[-1] == (3 * nbytes, 3 * nbytes, "stage")
+    for folder in folders:
+        found = {path.name: path.read_bytes() for path in folder.glob("stores/http--*/snapshots/*/*")}
+        assert found == files
 
 
 def test_usage(store):

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from raywl.errors import AuthError, NotFoundError, OfflineError, RaywlError, SourceError
 
-__all__ = ["hub_error", "without_secrets"]
+__all__ = ["hub_error", "through_proxy", "without_secrets"]
 
 _QUERY = re.compile(r"(\w+://[^\s?'\"<>]+)\?[^\s'\"<>]*")
 _USERINFO = re.compile(r"(\w+://)[^\s/@'\"<>]+@")
@@ -22,6 +24,16 @@ def without_secrets(text: str, secrets: Iterable[str | None] = ()) -> str:
         if secret:
             text = text.replace(secret, "***")
     return _USERINFO.sub(r"\1", _QUERY.sub(r"\1", text))
+
+
+def through_proxy(endpoint: str | None) -> str:
+    """What to say of the proxy that the environment has for an endpoint; empty where it has none."""
+    host = urlsplit(endpoint or "").hostname
+    proxies = getproxies()
+    proxy = proxies.get(urlsplit(endpoint or "").scheme) or proxies.get("all")
+    if host is None or not proxy or proxy_bypass(host):
+        return ""
+    return f" (through the proxy {without_secrets(proxy)})"
 
 
 def hub_error(
@@ -64,9 +76,8 @@ def hub_error(
         return _answered(error.response, ref, repo_id, revision, endpoint, doing, tuple(secrets))
     text = without_secrets(_first_line(error), secrets)
     if any(kind.__name__ in ("TransportError", "TooManyRedirects") for kind in type(error).__mro__):
-        return SourceError(
-            ref, f"{doing}: the hub can't be reached: {type(error).__name__}: {text}", endpoint=endpoint
-        )
+        how = f"{through_proxy(endpoint)}: {type(error).__name__}: {text}"
+        return SourceError(ref, f"{doing}: the hub can't be reached{how}", endpoint=endpoint)
     if isinstance(error, json.JSONDecodeError):
         return SourceError(
             ref,
@@ -114,6 +125,9 @@ def _answered(
         return NotFoundError(
             ref, f"{doing}: the repository has no revision {revision!r}", endpoint=endpoint, status=status
         )
+    if status == 407:
+        told = f"{doing}: the proxy refused{said}; give user and password in its URL{through_proxy(endpoint)}"
+        return AuthError(ref, told, endpoint=endpoint, status=status)
     if status in (401, 403):
         return AuthError(
             ref,

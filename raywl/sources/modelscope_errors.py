@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raywl.errors import AuthError, NotFoundError, OfflineError, RaywlError, SourceError, some_of
-from raywl.sources.hub_errors import without_secrets
+from raywl.sources.hub_errors import through_proxy, without_secrets
 
 __all__ = ["EXTRA", "modelscope_error", "needs_modelscope"]
 
@@ -73,11 +73,12 @@ def modelscope_error(
             endpoint=endpoint,
             status=status,
         )
+    kinds = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    if isinstance(error, errors.NetworkError) or not kinds.isdisjoint(("requests", "urllib3")):
+        why = f"the server can't be reached{through_proxy(endpoint)}: {type(error).__name__}: {text}"
+        return SourceError(ref, f"{doing}: {why}", endpoint=endpoint)
     if isinstance(error, errors.HubError):
         return SourceError(ref, f"{doing} failed: {text}", endpoint=endpoint, status=status)
-    if any(kind.__module__.split(".")[0] in ("requests", "urllib3") for kind in type(error).__mro__):
-        why = f"the server can't be reached: {type(error).__name__}: {text}"
-        return SourceError(ref, f"{doing}: {why}", endpoint=endpoint)
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return SourceError(ref, f"{doing} failed: {error.strerror or text}{where}", endpoint=endpoint)

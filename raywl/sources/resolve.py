@@ -18,6 +18,7 @@ __all__ = ["Pin", "local_path", "pin", "resolve"]
 Pin = HubPin | ModelScopePin | StorePin
 """One state of a remote checkpoint, and how to get it."""
 
+_CHAINED = re.compile(r"^\w+::|::\w+://")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _REPOSITORY = re.compile(r"^\w[\w.-]*/\w[\w.-]*(@.*)?$", re.ASCII | re.DOTALL)
 _LOCAL = ("file", "local")
@@ -159,7 +160,7 @@ def _kind_of(ref: str | os.PathLike[str]) -> str:
     name = os.fsdecode(ref)
     if os.path.lexists(os.path.expanduser(name)):
         return "local"
-    if "://" in name and "::" in name.partition("://")[0]:
+    if _CHAINED.search(name):
         raise ValueError(
             f"{shown_url(name)!r}: chained URLs can't be opened; give the one that holds the files"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raywl.errors import AuthError, NotFoundError, RaywlError, SourceError
-from raywl.sources.hub_errors import without_secrets
+from raywl.sources.hub_errors import through_proxy, without_secrets
 from raywl.sources.transfer import retry_after_s
 
 __all__ = ["StoreWords", "harmless", "secrets_of", "status_error", "store_error"]
@@ -141,9 +141,11 @@ def status_error(status: int, code: str, said: str, words: StoreWords, doing: st
         return NotFoundError(
             words.ref, f"{doing}: there is no bucket {words.bucket!r}{_elsewhere(words)}", **where
         )
-    if status in (401, 403, 407):
-        who = "the proxy" if status == 407 else "the store"
-        return AuthError(words.ref, f"{doing}: {who} refused{tail}; {words.remedy}", **where)
+    if status == 407:
+        remedy = f"give user and password in its URL{through_proxy(words.endpoint)}"
+        return AuthError(words.ref, f"{doing}: the proxy refused{tail}; {remedy}", **where)
+    if status in (401, 403):
+        return AuthError(words.ref, f"{doing}: the store refused{tail}; {words.remedy}", **where)
     if status in (404, 410) or code == "NoSuchKey":
         return NotFoundError(words.ref, f"{doing}: not found{tail}", **where)
     if status in (301, 307, 400) and words.bucket:
@@ -187,7 +189,8 @@ def _unanswered(error: BaseException, words: StoreWords, doing: str) -> RaywlErr
     if "ParamValidationError" in names or "InvalidS3AddressingStyleError" in names:
         return SourceError(words.ref, f"{doing}: {text}", **where)
     if any(isinstance(one, socket.gaierror) or "DNS" in type(one).__name__ for one in _chain(error)):
-        return SourceError(words.ref, f"{doing}: the host's name can't be resolved: {text}", **where)
+        how = f"{through_proxy(words.endpoint)}: {text}"
+        return SourceError(words.ref, f"{doing}: the host's name can't be resolved{how}", **where)
     if isinstance(error, TimeoutError) or any("Timeout" in name for name in names):
         return SourceError(words.ref, f"{doing}: no answer in time: {type(error).__name__} {text}", **where)
     network = (
@@ -199,7 +202,6 @@ def _unanswered(error: BaseException, words: StoreWords, doing: str) -> RaywlErr
         "OSError",
     )
     if any(name in names for name in network):
-        return SourceError(
-            words.ref, f"{doing}: the store can't be reached: {type(error).__name__}: {text}", **where
-        )
+        how = f"{through_proxy(words.endpoint)}: {type(error).__name__}: {text}"
+        return SourceError(words.ref, f"{doing}: the store can't be reached{how}", **where)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 
 import pytest
 
@@ -172,3 +173,34 @@ def test_the_command_line_takes_repositories(hub, tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert json.loads(out)["identity"] == f"hf:org/name@{commit}"
+
+
+@pytest.mark.parametrize(
+    ("ref", "how", "kind", "said"),
+    [
+        ("org/name", "407", "AuthError", "the proxy refused"),
+        ("http://web.example.com/m", "407", "AuthError", "the proxy refused"),
+        ("org/name", None, "SourceError", "the hub can't be reached"),
+        ("ms://org/name", None, "SourceError", "the server can't be reached"),
+        ("http://web.example.com/m", None, "SourceError", "the store can't be reached"),
+        ("s3://bucket/m", None, "SourceError", "the store can't be reached"),
+    ],
+)
+def test_a_proxy_is_named(hub, tmp_path, ref, how, kind, said):
+    """One that refuses, or that isn't there: it is what has to be looked at. Its password isn't shown."""
+    if how:
+        hub.fail("*", how)
+        proxy = f"127.0.0.1:{hub.port}"
+    else:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            proxy = f"127.0.0.1:{unused.getsockname()[1]}"
+    ends = dict.fromkeys(("HF_ENDPOINT", "MODELSCOPE_ENDPOINT", "AWS_ENDPOINT_URL"), "http://end.example.com")
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "RAYWL_CACHE": str(tmp_path)}
+    via = {"http_proxy": f"http://me:passw0rd@{proxy}", "no_proxy": "", "RAYWL_RETRIES": "0"}
+    process = start(hub, tmp_path, FETCH, ref, **ends, **keys, **via)
+    found = answer(process)
+    assert found["error"] == kind
+    assert said in str(found["text"])
+    assert f"(through the proxy http://{proxy})" in str(found["text"])
+    assert "passw0rd" not in str(found["text"])

@@ -82,6 +82,7 @@ def test_an_existing_path_always_wins(client, tmp_path, monkeypatch):
     [
         ("nosuch://bucket/key", "no protocol of fsspec"),
         ("simplecache::s3://bucket/key", "chained"),
+        ("zip://model.safetensors::s3://bucket/key", "chained"),
         ("https://huggingface.co/org/name", "the repository itself is 'org/name'"),
         ("s3://", "names no bucket"),
         ("s3:///key", "names no bucket"),

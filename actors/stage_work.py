@@ -93,6 +93,8 @@ class StageWork:
         self._changed = threading.Condition()
         self._hurry = threading.Event()
         self._stop = threading.Event()
+        self._let_go = threading.Event()
+        """Of the cache's lock."""
         self._ended = threading.Event()
         self._result = ""
         self._threads: list[threading.Thread] = []
@@ -154,6 +156,7 @@ class StageWork:
         with self._changed:
             self._result = self._result or why
             self._stop.set()
+            self._let_go.set()
             self._hurry.set()
             self._changed.notify_all()
 
@@ -291,9 +294,12 @@ class StageWork:
             self._lease_order = orders.leases
             self._changed.notify_all()
         if orders.guest_of is not None:
+            # After a pause, another node may be in its place, and need the lock.
+            self._let_go.set()
             self._wait_for_host(orders)
         elif not self._is_locking:
             self._is_locking = True
+            self._let_go.clear()
             threading.Thread(
                 target=self._guarded, args=(self._hold_lock,), name="raywl-lock", daemon=True
             ).start()
@@ -340,10 +346,21 @@ class StageWork:
             self._hurry.set()
 
     def _hold_lock(self) -> None:
-        """Holds the cache's lock while the run lasts, so that other processes wait and find the files."""
+        """Holds the cache's lock while the run lasts, so that other processes wait and find the files.
+
+        Gives it back before where another node is to fill the folder.
+        """
+        try:
+            self._work_with_lock()
+        finally:
+            with self._changed:
+                self._is_locking = self._may_work = False
+
+    def _work_with_lock(self) -> None:
         source = self._files.source
         if self._has == self._table.everything and self._files.whole_again():
             self._begin_work()
+            self._let_go.wait()
             return
         began_s = time.monotonic()
         timer = threading.Timer(
@@ -361,7 +378,7 @@ class StageWork:
             if self._has != self._table.everything:
                 self._files.check_room()
             self._begin_work()
-            self._stop.wait()
+            self._let_go.wait()
 
     def _note(self, text: str) -> None:
         self._notes.append(text)
@@ -533,6 +550,7 @@ class StageWork:
     def _end(self) -> None:
         with self._changed:
             self._stop.set()
+            self._let_go.set()
             self._changed.notify_all()
         give_up_s = time.monotonic() + _END_S
         for thread in self._threads:

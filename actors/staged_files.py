@@ -229,8 +229,12 @@ class StagedFiles:
         with self._lock:
             self._closed = True
             parts, self._parts = self._parts, OrderedDict()
-        for part in parts.values():
-            part.file.close()
+        for index, part in parts.items():
+            if self.source.has(self._files[index].name):
+                # Another node that has the same folder was faster.
+                part.file.discard()
+            else:
+                part.file.close()
 
     def _left_over(self) -> set[str]:
         """Keys of the contents of which a part is there."""

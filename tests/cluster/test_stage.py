@@ -86,19 +86,21 @@ def left_over(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "incomplete" in path.name or path.name.startswith("stage-")]
 
 
-def agents() -> dict[str, tuple[object, int]]:
-    """By node id: the agent's handle and process."""
+def agent_of(node_id: str) -> tuple[object, int]:
+    """A node's agent: its handle and process."""
     import ray
 
     from raywl.actors.names import NAMESPACE, agent_name
 
-    found = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            handle = ray.get_actor(agent_name(node["NodeID"]), namespace=NAMESPACE)
-            pid = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-            found[node["NodeID"]] = handle, pid
-    return found
+    handle = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+    return handle, ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+
+
+def agents() -> dict[str, tuple[object, int]]:
+    """By node id, of all nodes."""
+    import ray
+
+    return {node["NodeID"]: agent_of(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
 class InBackground:
@@ -317,6 +319,87 @@ def test_the_coordinator_is_killed(store, caches):
     assert [node.state for node in report.nodes] == ["finished"] * 3
     assert all(files_on(folder, "headless") == files for folder in folders)
     assert store.num_bytes("/bucket/headless/*") <= 1.15 * nbytes
+
+
+@contextlib.contextmanager
+def more_nodes(cluster, *folders: Path):
+    """Further nodes with these caches; their ids."""
+    added = []
+    try:
+        for folder in folders:
+            env = {"RAYWL_CACHE": str(folder)}
+            added.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, env_vars=env))
+        yield [node.node_id for node in added]
+    finally:
+        for node in added:
+            cluster.remove_node(node)
+
+
+@pytest.mark.slow
+def test_a_node_comes_late(store, caches, tmp_path):
+    """While others are at it: it takes part at once, and the source sends nothing twice."""
+    cluster, folders = caches
+    files = weights(16)
+    nbytes = sum(map(len, files.values()))
+    ref = put(store, "late", files)
+    held = store.fail("/bucket/late/model-00003*", "hang", times=1, after_bytes=100_000)
+    work = InBackground(ref)
+    assert held.reached.wait(60)
+    with more_nodes(cluster, tmp_path) as (late,):
+        joined = InBackground(ref, nodes=[late])
+        eventually(joined.has_bytes(nbytes), 60, "the late one is among those that are counted")
+        store.mend()
+        assert {node.state for node in work.wait().nodes} == {"finished"}
+        (node,) = joined.wait().nodes
+        assert (node.node_id, node.state) == (late, "finished")
+        assert all(files_on(folder, "late") == files for folder in [*folders, tmp_path])
+    assert store.num_bytes("/bucket/late/*") <= 1.02 * nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["goes well", "is paused"])
+def test_nodes_that_share_a_folder(store, caches, tmp_path, how):
+    """One fills it, the other looks. When the one is paused for longer than its lease, the other fills it
+    once that has given the lock back, and the one looks."""
+    import ray
+
+    from raywl.actors.names import NAMESPACE, coordinator_name
+
+    cluster, _ = caches
+    files = weights(17)
+    nbytes = sum(map(len, files.values()))
+    name = f"shared-{how.replace(' ', '-')}"
+    ref = put(store, name, files)
+    held = store.fail(f"/bucket/{name}/model-00003*", "hang", times=2, after_bytes=100_000)
+    with more_nodes(cluster, tmp_path, tmp_path) as both:
+        work = InBackground(ref, nodes=both)
+        eventually(lambda: held.reached.is_set() or work.result is not None, 60, "it is under way")
+        assert work.result is None, work.result
+        coordinator = ray.get_actor(coordinator_name(), namespace=NAMESPACE)
+
+        def states() -> dict[str, str]:
+            runs = ray.get(coordinator.status.remote(), timeout=30)["stages"]
+            (run,) = [run for run in runs if run["label"] == ref and run["state"] == "running"]
+            return {node["node"]: node["state"] for node in run["nodes"]}
+
+        eventually(lambda: sorted(states().values()) == ["guest", "working"], 30, "one waits for the other")
+        (host,) = [node for node, state in states().items() if state == "working"]
+        _, pid = agent_of(host)
+        if how == "is paused":
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                eventually(lambda: states()[host] == "absent", 60, "its lease is over")
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        store.mend()
+        report = work.wait()
+        assert {node.state for node in report.nodes} == {"finished"}
+        assert sum(node.shares_with is not None for node in report.nodes) == 1
+        assert files_on(tmp_path, name) == files
+        assert report.bytes_between_nodes == 0
+        # What the paused one has begun is its own, and can't be known to be abandoned.
+        assert store.num_bytes(f"/bucket/{name}/*") <= (2 if how == "is paused" else 1.02) * nbytes
+        assert not left_over(tmp_path)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from raywl.caches import PruneReport, list_cache, prune_cache
 from raywl.checkpoint import TensorEntry
 from raywl.coordination import Beat
 from raywl.errors import CheckpointError
-from raywl.node.page_cache import resident_fraction
+from raywl.node.page_cache import release_checkpoint_page_cache, resident_fraction
 from raywl.node.prefetch import FileRange, prefetch, should_prefetch
 from raywl.sources.cache import cache_root
 from raywl.tables import PlasmaBudget
@@ -34,6 +34,7 @@ __all__ = ["AgentLink", "NodeAgent", "Opened"]
 
 _ALONE_S = 60.0
 _FIRST_PAUSE_S = 1.0
+_STOP_S = 10.0
 
 
 class AgentLink(ShelfLink, MoverLink, Protocol):
@@ -70,13 +71,14 @@ class NodeAgent:
     2. `open` reads the checkpoint's headers here; the driver compares the identities of all nodes.
     3. `fetch` brings its files to this node, where they aren't there.
     4. Each rank of the node asks for the same checkpoint by `checkpoint`.
-    5. `close` forgets it. All of these may be repeated.
+    5. `release` drops its pages, where that is asked for, when all ranks have loaded.
+    6. `close` forgets it. All of these may be repeated.
        Tables that all processes of the node share are made, found and dropped by the methods of their name.
        `stage` brings a checkpoint here together with other nodes; `chunk` and `thanks` are theirs to call.
-    6. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
+    7. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
        nothing has needed it for the idle time, or when there has been no coordinator for a minute; never
        while it has a table, or takes part in a staging.
-    7. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
+    8. After a crash Ray starts it again on the same node, empty: what it forgot is read from disk again.
     """
 
     def __init__(self, node_id: str, label: str, link: AgentLink) -> None:
@@ -241,6 +243,21 @@ class NodeAgent:
         with self._lock:
             warmer = self._warmers.setdefault(group, PageWarmer())
         warmer.add(paths, ranges)
+
+    def release(self, request: SourceRequest) -> int:
+        """Drops the checkpoint's files from the page cache, once the ranks here are done with them.
+
+        Returns:
+            Bytes that left it.
+
+        Raises:
+            RaywlError: As `open_checkpoint`.
+        """
+        with self._lock:
+            warmer = self._warmers.get(request.group)
+        if warmer is not None:
+            warmer.stop(_STOP_S)
+        return release_checkpoint_page_cache(self._paths(request))
 
     def warmed(self) -> dict[str, dict[str, Any]]:
         """By group: bytes that ranks asked to have in the page cache, and bytes that were read for it."""

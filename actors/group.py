@@ -50,6 +50,8 @@ class GroupParts:
 
     name: str
     connection: Connection
+    release_page_cache: bool = False
+    """Whether its nodes drop a checkpoint's pages once all ranks have read it."""
     keeper: GroupKeeper | None = None
     placement: Placement | None = None
     nodes: list[Node] = field(default_factory=list)

@@ -19,7 +19,7 @@ from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, usage_as_value_error
 from raywl.actors.group import GroupParts, RankGroup
 from raywl.actors.keeper import GroupKeeper
-from raywl.actors.opening import COORDINATOR, open_on_nodes
+from raywl.actors.opening import COORDINATOR, open_on_nodes, release_on_nodes
 from raywl.actors.rank import Job, RankSpec, Rendezvous
 from raywl.actors.raycalls import (
     Node,
@@ -68,6 +68,7 @@ class _Ask:
     agent_idle_s: float
     load: Mapping[str, Any]
     strict: bool | str
+    release_page_cache: bool
 
     @property
     def world_size(self) -> int:
@@ -106,6 +107,7 @@ def launch(
     strict: bool | str = True,
     device: torch.device | str | None = None,
     optional: Sequence[str] | None = None,
+    release_page_cache: bool = False,
     progress: bool | Progress | None = None,
     **source: Any,
 ) -> RankGroup:
@@ -141,6 +143,8 @@ def launch(
         strict: As in `load_into`; a tensor counts as unexpected when no rank of a replica has a place for it.
         device: Where `meta` parameters are made; by default the rank's GPU, else the CPU.
         optional: As in `load_into`.
+        release_page_cache: Drop the checkpoint from the nodes' page caches once all ranks have loaded,
+            and so after each reload of the group.
         progress: `True` for a bar on standard error, or a callable; for all ranks together.
         **source: Keyword arguments of `open_checkpoint`.
 
@@ -212,6 +216,7 @@ def launch(
             optional=optional,
         ),
         strict=strict,
+        release_page_cache=release_page_cache,
     )
     ParallelContext.of_rank(0, **ask.sizes)  # refuses impossible sizes before anything is started
     work = to_bytes((ask.factory, dict(ask.load)))
@@ -247,7 +252,9 @@ class _Launch:
             deadline=self._deadline,
         )
         self._notes.append(connection.note)
-        self._parts = GroupParts(self._ask.request.group, connection)
+        self._parts = GroupParts(
+            self._ask.request.group, connection, release_page_cache=self._ask.release_page_cache
+        )
         try:
             return self._build(connection)
         except BaseException:
@@ -294,8 +301,12 @@ class _Launch:
 
         deadline.enter("load")
         reports = self._load(Job(ask.request, identity, self._work, deadline.remaining_s()), places)
+        report = self._report(identity, fetched, reports)
+        if ask.release_page_cache:
+            report.released_bytes = release_on_nodes(ask.request, parts.nodes, deadline, report.notes)
         deadline.enter("")
-        return RankGroup(parts, self._report(identity, fetched, reports))
+        report.seconds, report.phases = deadline.elapsed_s, dict(deadline.phases)
+        return RankGroup(parts, report)
 
     def _keep(self, group: Group) -> None:
         """Registers the group; again where the coordinator was just ending."""
@@ -400,8 +411,6 @@ class _Launch:
             identity,
             ranks=reports,
             unexpected=unexpected,
-            seconds=self._deadline.elapsed_s,
-            phases=dict(self._deadline.phases),
             fetched_bytes=fetched_bytes,
             notes=self._notes,
         )

@@ -10,13 +10,14 @@ import ray
 from raywl.actors.agent import Opened
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, most_telling
-from raywl.actors.raycalls import Node, from_ray, hold_agents, make_coordinator, settle
+from raywl.actors.raycalls import Node, Settled, from_ray, hold_agents, make_coordinator, settle
 from raywl.actors.requests import SourceRequest
 from raywl.actors.stage_driver import COORDINATOR, stage_on_nodes
 from raywl.errors import NotFoundError, RaywlError, some_of
 from raywl.progress import Progress
+from raywl.text import format_bytes
 
-__all__ = ["COORDINATOR", "agree_on_nodes", "open_on_nodes"]
+__all__ = ["COORDINATOR", "agree_on_nodes", "open_on_nodes", "release_on_nodes"]
 
 
 def open_on_nodes(
@@ -70,6 +71,28 @@ def agree_on_nodes(
         told.where = None
         raise told from None
     return identity, _fetch_on_nodes(request, opened, agents, nodes, deadline)
+
+
+def release_on_nodes(
+    request: SourceRequest, nodes: Sequence[Node], deadline: Deadline, notes: list[str]
+) -> int:
+    """Every node drops the checkpoint from its page cache; a node that can't is a note, and no error.
+
+    Returns:
+        Bytes that left the page caches.
+    """
+    deadline.enter("release")
+    places = [Place(node.label) for node in nodes]
+    settled = Settled([])
+    try:
+        asked = [agent.release.remote(request) for agent in hold_agents(nodes, deadline)]
+        settle(asked, places, deadline, wait_for_all=True, settled=settled)
+    except RaywlError as error:
+        notes.append(f"page cache not released: {error}")
+    notes += [f"page cache not released: {error}" for error in settled.failures.values()]
+    released_bytes: int = sum(found for found in settled.results if found is not None)
+    notes.append(f"page cache: {format_bytes(released_bytes)} of the checkpoint released")
+    return released_bytes
 
 
 def _fetch_on_nodes(

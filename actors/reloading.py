@@ -11,7 +11,7 @@ import ray
 
 from raywl.actors.deadline import Deadline
 from raywl.actors.failures import Place, most_telling
-from raywl.actors.opening import open_on_nodes
+from raywl.actors.opening import open_on_nodes, release_on_nodes
 from raywl.actors.rank import Job
 from raywl.actors.raycalls import Node, Settled, find_agents, settle
 from raywl.actors.requests import request_for_nodes
@@ -44,6 +44,8 @@ def reload_group(
     deadline.enter("open")
     request = request_for_nodes(f"{parts.name}/{uuid.uuid4().hex[:8]}", ref, source)
     places = [spec.place for spec in parts.specs]
+    notes = [f"{len(parts.specs)} ranks reloaded in place"]
+    released_bytes = 0
     try:
         identity, fetched = open_on_nodes(request, parts.nodes, deadline)
         job = ray.put(Job(request, identity, b"", deadline.remaining_s()))
@@ -59,6 +61,8 @@ def reload_group(
             if isinstance(error, RaywlError):
                 error.partly_loaded = True
             raise
+        if parts.release_page_cache:
+            released_bytes = release_on_nodes(request, parts.nodes, deadline, notes)
     finally:
         _close(request.group, parts.nodes)
     world_size = parts.specs[0].context.world_size
@@ -75,7 +79,8 @@ def reload_group(
         seconds=deadline.elapsed_s,
         phases=dict(deadline.phases),
         fetched_bytes=fetched,
-        notes=[f"{len(reports)} ranks reloaded in place"],
+        released_bytes=released_bytes,
+        notes=notes,
     )
 
 

@@ -54,11 +54,14 @@ class PageWarmer:
                 self._thread = threading.Thread(target=self._run, name="raywl-warm", daemon=True)
                 self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the reading after the blocks that are under way; doesn't wait."""
+    def stop(self, wait_s: float = 0.0) -> None:
+        """Ends the reading after the blocks that are under way, and waits so long for those."""
         with self._lock:
             self._stop.set()
             self._waiting.clear()
+            thread = self._thread
+        if thread is not None and wait_s:
+            thread.join(wait_s)
 
     def status(self) -> dict[str, Any]:
         """Bytes that ranks asked for, counted for each, and bytes that were read for all of them."""

@@ -61,6 +61,8 @@ class LoadReport:
     """What its threads did, and when."""
     limit_bytes_per_s: float | None = None
     """What the disk gave in a probe; `None` where there was none."""
+    released_bytes: int = 0
+    """Bytes of the checkpoint that left the page cache at the end, where that was asked for."""
 
     @property
     def read_bytes_per_s(self) -> float | None:
@@ -127,6 +129,8 @@ class GroupReport:
     """What was chosen automatically, and why."""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that nodes downloaded for it, by source."""
+    released_bytes: int = 0
+    """Bytes of the checkpoint that left the nodes' page caches at the end, where that was asked for."""
 
     @property
     def bytes_read(self) -> int:
@@ -168,6 +172,7 @@ class GroupReport:
             "bytes_read": self.bytes_read,
             "bytes_loaded": self.bytes_loaded,
             "bytes_by_source": self.bytes_by_source,
+            "released_bytes": self.released_bytes,
             "seconds": self.seconds,
             "phases": self.phases,
             "notes": self.notes,

@@ -45,6 +45,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--address",
         help="the Ray cluster, HOST:PORT or auto; default: RAY_ADDRESS, else one that is started for this",
     )
+    parser.add_argument(
+        "--release-page-cache",
+        action="store_true",
+        help="drop the checkpoint from each node's page cache once all ranks have loaded",
+    )
     add_report_argument(parser)
     parser.add_argument(
         "--trace", metavar="PATH", help="write what each thread did when, in the Chrome trace format"
@@ -92,6 +97,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         args.ref,
         address=args.address,
         strategy=args.strategy,
+        release_page_cache=args.release_page_cache,
         progress=out.progress(),
         **{**arguments, **sizes(args), **source_arguments(args)},
     ) as group:

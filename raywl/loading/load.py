@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from raywl.loading.binding import Binding
 from raywl.loading.fetching import make_local
 from raywl.loading.history import note_loaded
 from raywl.loading.record import Recorder
+from raywl.loading.releasing import released_after
 from raywl.loading.scales import unused_scales
 from raywl.loading.targets import adopt_registered, init_buffers, restore
+from raywl.node.page_cache import record_checkpoint_files
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.plan import LoadPlan
 from raywl.plan.plan import TargetInfo
@@ -54,6 +57,7 @@ def load_into(
     strict: bool | str = True,
     device: torch.device | str | None = None,
     optional: Sequence[str] | None = None,
+    release_page_cache: bool = False,
     progress: bool | Progress | None = None,
     **source: Any,
 ) -> LoadReport:
@@ -95,6 +99,8 @@ def load_into(
         optional: Names of modules (a tower for images) that the checkpoint may have nothing of; their weights
             then stay as they are, `meta` ones on `meta`, which the report's notes say. Of a module that is
             there in part the rest is missing, as ever.
+        release_page_cache: Drop the checkpoint's files from the page cache once they are read. Of several
+            processes of this node that load it at the same time, all asked so, the last one does.
         progress: `True` for a bar on standard error, or a callable.
         **source: Keyword arguments of `open_checkpoint`.
 
@@ -129,7 +135,17 @@ def load_into(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
         expert_mapping=expert_mapping, device=device, optional=optional,
     )  # fmt: skip
-    with context, torch.no_grad(), _one_torch_thread(), _gc_paused(), OpenFiles(checkpoint) as files:
+    released: AbstractContextManager[None] = contextlib.nullcontext()
+    if release_page_cache:
+        released = released_after(checkpoint, report)
+    with (
+        released,
+        context,
+        torch.no_grad(),
+        _one_torch_thread(),
+        _gc_paused(),
+        OpenFiles(checkpoint) as files,
+    ):
         reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
         _load(model, binding, reader, report, plan, strict, make_progress(progress))
     note_loaded(model, checkpoint, report, binding.targets, binding.computed)
@@ -187,6 +203,7 @@ def _load(
             files = list(dict.fromkeys(read.file for read in reads))
             make_local(binding.checkpoint, files, report, progress)
             reader.files.open_all(files)
+        record_checkpoint_files(map(binding.checkpoint.path, {*files, *recorder.nbytes_early}))
         count = _Count(sum(read.end - read.start for read in reads), progress)
         with reader.reading(reads):
             planned_s = timeline.note_phase("plan")

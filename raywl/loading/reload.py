@@ -55,6 +55,7 @@ def reload_into(
     stacked: Any = None,
     expert_mapping: Any = None,
     optional: Any = None,
+    release_page_cache: bool = False,
     **source: Any,
 ) -> ReloadReport:
     """Loads another checkpoint into a live model, in place: every parameter keeps its address.
@@ -76,6 +77,7 @@ def reload_into(
         stacked: As for `load_into`.
         expert_mapping: As for `load_into`.
         optional: As for `load_into`.
+        release_page_cache: As for `load_into`.
         **source: Keyword arguments of `open_checkpoint`.
 
     Raises:
@@ -104,6 +106,7 @@ def reload_into(
             progress=progress,
             strict=strict,
             strategy=strategy,
+            release_page_cache=release_page_cache,
             **binding,
         )
     except BaseException:

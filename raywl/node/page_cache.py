@@ -157,23 +157,35 @@ def record_checkpoint_files(files: Iterable[str]) -> None:
         _recorded.update(dict.fromkeys(os.path.realpath(path) for path in files))
 
 
-def release_checkpoint_page_cache(files: Iterable[str] | None = None) -> None:
+def release_checkpoint_page_cache(files: Iterable[str] | None = None) -> int:
     """Tells the kernel, once per file, that pages of read files are no longer needed, and forgets the files.
 
     To be called once all ranks of the node have loaded. Never fails a load: files that are gone or can't
-    be opened are skipped.
+    be opened are skipped. Pages stay that a process has mapped or pinned, or that aren't on the disk yet.
 
     Args:
         files: The files; `None` for all that were recorded.
+
+    Returns:
+        Bytes that left the page cache; those of files aren't counted of which the kernel doesn't tell.
     """
     with _recorded_lock:
         chosen = list(_recorded) if files is None else dict.fromkeys(map(os.path.realpath, files))
         for path in chosen:
             _recorded.pop(path, None)
+    released_bytes = 0
     for path in chosen:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
+                before = _resident(fd, path)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                released_bytes += max(0, before - _resident(fd, path))
             finally:
                 os.close(fd)
+    return released_bytes
+
+
+def _resident(fd: int, path: str) -> int:
+    size_bytes = os.fstat(fd).st_size
+    return (resident_in(fd, path, 0, size_bytes) or 0) if size_bytes else 0

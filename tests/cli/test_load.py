@@ -17,7 +17,8 @@ def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
     plan, page = tmp_path / "plan.json", tmp_path / "report.html"
     trace = ("--trace", tmp_path / "trace.json")
     plan.write_text(json.dumps({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}))
-    done = raywl("load", checkpoint, "--tp", "2", "--tp-plan", plan, "--report", page, *trace, "--json")
+    words = ("--release-page-cache", "--tp", "2", "--tp-plan", plan, "--report", page, *trace, "--json")
+    done = raywl("load", checkpoint, *words)
     assert done.code == 0, done.stderr
     found = done.json
     assert [rank["bytes_loaded"] for rank in found["ranks"]] == [172, 172]
@@ -25,6 +26,7 @@ def test_load_reports_every_rank(raywl, checkpoint, tmp_path):
     assert found["missing"] == found["unexpected"] == []
     assert found["report_path"] == str(page)
     assert str(plan) in found["notes"][0]
+    assert any(note.startswith("page cache: ") for note in found["notes"])
     assert "100 %" in done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}

@@ -27,7 +27,11 @@ OPTIONS = {
     "inspect": COMMON | SOURCE | {"--tensors"},
     "verify": COMMON | SOURCE | {"--deep"},
     "plan": COMMON | SOURCE | GROUP | WEIGHTS,
-    "load": COMMON | SOURCE | GROUP | WEIGHTS | {"--strategy", "--address", "--report", "--trace"},
+    "load": COMMON
+    | SOURCE
+    | GROUP
+    | WEIGHTS
+    | {"--strategy", "--address", "--report", "--trace", "--release-page-cache"},
     "stage": COMMON | SOURCE | {"--address", "--node", "--no-prefetch", "--timeout", "--report"},
     "status": COMMON | {"--address", "--cache-dir"},
     "prune": COMMON | {"--address", "--cache-dir", "--older-than", "--max-size", "--dry-run"},

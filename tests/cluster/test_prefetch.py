@@ -86,3 +86,42 @@ def test_off_by_default_on_a_local_disk(strided):
     with raywl.launch(strided, _factory, tp_size=1, timeout_s=100.0) as group:
         assert _warmed(group) == []
         assert not any("prefetch" in note for report in group.report.ranks for note in report.notes)
+
+
+def _resident(files):
+    return sum(page_cache.resident_bytes(files.path(file.name)) for file in files.files)
+
+
+@pytest.mark.parametrize("strategy", ["buffered", "prefetch"])
+def test_pages_are_dropped_after_the_last_rank(strided, strategy):
+    """Once all ranks have loaded, and after a reload; the report has the bytes, each counted once."""
+    files = raywl.open_checkpoint(strided)
+    size = sum(file.size for file in files.files)
+    for file in files.files:
+        page_cache.drop(files.path(file.name))
+    if _resident(files):
+        pytest.skip("this file system keeps its pages")
+    with raywl.launch(
+        strided,
+        _factory,
+        tp_size=2,
+        shards={"*": raywl.Shard(1)},
+        placement="STRICT_PACK",
+        strategy=strategy,
+        release_page_cache=True,
+        timeout_s=100.0,
+    ) as group:
+        assert _resident(files) == 0
+        assert group.report.released_bytes == group.report.to_dict()["released_bytes"] == size
+        assert "release" in group.report.phases
+        report = group.reload(strided)
+        assert _resident(files) == 0
+        assert report.released_bytes == size
+
+
+def test_pages_stay_when_nobody_asked(strided):
+    files = raywl.open_checkpoint(strided)
+    with raywl.launch(strided, _factory, tp_size=1, timeout_s=100.0) as group:
+        assert group.report.released_bytes == 0
+        assert not any("page cache" in note for note in group.report.notes)
+    assert _resident(files) == sum(file.size for file in files.files)

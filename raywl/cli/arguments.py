@@ -83,11 +83,12 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """REF and how it is opened."""
+def add_source_arguments(parser: argparse.ArgumentParser, *, needs_ref: bool = True) -> None:
+    """REF, which may be left out where it isn't needed, and how it is opened."""
     parser.add_argument(
         "ref",
         metavar="REF",
+        nargs=None if needs_ref else "?",
         help="folder with weight files (safetensors, .bin, .pt), one such file, org/name[@revision], or a "
         "URL of fsspec's (s3://, https://, ...)",
     )

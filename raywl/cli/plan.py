@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from raywl.cli.arguments import (
@@ -14,7 +15,7 @@ from raywl.cli.arguments import (
     sizes,
     source_arguments,
 )
-from raywl.cli.outcome import DONE
+from raywl.cli.outcome import DONE, UsageError
 from raywl.cli.output import Output
 from raywl.cli.weights import choose_cuts, import_factory, read_tp_plan
 from raywl.errors import some_of
@@ -35,14 +36,29 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         run,
         help="bytes per rank and per file, before loading",
-        description="Shows what each rank would read, and how much of it it would keep.",
+        description="Shows what each rank would read, and how much of it it would keep; or a saved plan.",
     )
-    add_source_arguments(parser)
+    add_source_arguments(parser, needs_ref=False)
     add_parallel_arguments(parser)
     add_weights_arguments(parser)
+    saved = parser.add_argument_group("saved plans")
+    saved.add_argument(
+        "--save",
+        metavar="FOLDER",
+        help="write each rank's plan to rank-N.json there, for load_into(plan=...)",
+    )
+    saved.add_argument("--show", metavar="FILE", help="show every copy of a saved plan; takes no REF")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    if args.show is not None:
+        if args.ref is not None or args.save is not None:
+            raise UsageError("--show FILE shows what the file holds: it takes neither REF nor --save")
+        return _show_saved(args.show, out)
+    if args.ref is None:
+        raise UsageError("give REF, or a saved plan by --show FILE")
+    if args.save is not None:
+        _check_folder(args.save)
     group = sizes(args)
     num_ranks = args.pp * args.dp * args.tp
     contexts = [ParallelContext.of_rank(rank, **group) for rank in range(num_ranks)]
@@ -53,6 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         cuts = choose_cuts(checkpoint, args.tp, args.tp_plan)
         plans = [checkpoint.plan(parallel=context, shards=cuts.shards) for context in contexts]
         notes = [cuts.note(others=args.pp * args.dp * args.ep > 1)]
+    paths = [] if args.save is None else _save(plans, args.save, notes)
     nbytes, kept = sum(plan.nbytes for plan in plans), sum(plan.nbytes_kept for plan in plans)
     out.json(
         {
@@ -62,6 +79,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "nbytes": nbytes,
             "nbytes_kept": kept,
             "ranks": [{"rank": plan.context.rank, **plan.summary()} for plan in plans],
+            "saved": paths,
             "notes": notes,
         }
     )
@@ -72,7 +90,41 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _show(plans, out)
     for note in notes:
         out.text(f"note: {note}")
+    for path in paths:
+        out.text(f"saved: {path}")
     return DONE
+
+
+def _show_saved(path: str, out: Output) -> int:
+    from raywl.plan import LoadPlan
+
+    plan = LoadPlan.load(path)
+    targets = {name: info._asdict() for name, info in plan.targets.items()}
+    out.json({"path": path, "rank": plan.context.rank, **plan.summary(), "targets": targets})
+    out.text(f"identity {plan.identity}")
+    out.text(plan.explain())
+    return DONE
+
+
+def _check_folder(path: str) -> None:
+    """Makes the folder before the work, so that one that can't be written to is known by then."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--save {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"--save {path}: can't be written to")
+
+
+def _save(plans: list[LoadPlan], folder: str, notes: list[str]) -> list[str]:
+    paths = []
+    for plan in plans:
+        path = os.path.join(folder, f"rank-{plan.context.rank}.json")
+        plan.save(path)
+        paths.append(path)
+        if plan.unplanned:
+            notes.append(f"rank {plan.context.rank}: load_into won't take this plan: {plan.unplanned[0]}")
+    return paths
 
 
 def _plans_of_model(

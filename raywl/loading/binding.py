@@ -230,6 +230,8 @@ class Binding:
                     tuple(target.tensor.shape) if one else shapes.get(target.name, tuple(target.tensor.shape))
                 )
                 materialise(target, shape, self.device)
+        if plan is not None:
+            self._check_strides(plan)
         memory = {
             target.name: target.local if is_dtensor(target.tensor) else target.tensor
             for target in self.targets
@@ -482,10 +484,31 @@ class Binding:
                 raise ValueError(f"the plan is of another model: it writes {name}, which isn't here")
             dtype = dtype_name(target.tensor.dtype)
             shape = target.local_shape
-            if dtype != info.dtype or (shape != info.shape and not target.is_meta):
+            fits = shape == info.shape or (target.is_meta and shape in self._full_shapes(name, plan))
+            if dtype != info.dtype or not fits:
                 raise ValueError(
                     f"the plan is of another model: {name} is {dtype} {list(shape)}, "
                     f"the plan expects {info.dtype} {list(info.shape)}"
+                )
+
+    def _full_shapes(self, target: str, plan: LoadPlan) -> set[tuple[int, ...]]:
+        """Shapes of the tensors that a plan copies to a target, of which it may be a part."""
+        entries = [self.checkpoint.tensors.get(c.tensor) for c in plan.copies if c.target == target]
+        return {torch_shape(entry.dtype, entry.shape) for entry in entries if entry is not None}
+
+    def _check_strides(self, plan: LoadPlan) -> None:
+        """Once all targets have memory: a plan's copies go to bytes, whatever elements are there."""
+        for name, info in plan.targets.items():
+            target = self.by_name[name]
+            ours = target.local_strides
+            rows = zip(info.shape, ours, info.strides, strict=False)
+            same = len(ours) == len(info.strides) and all(
+                size < 2 or here == there for size, here, there in rows
+            )
+            if target.local_nbytes and not same:
+                raise ValueError(
+                    f"the plan is of another model: {name} has strides {list(ours)}, "
+                    f"the plan expects {list(info.strides)}"
                 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,6 @@ from torch import nn
 from raywl.checkpoint import Manifest, TensorEntry
 from raywl.checkpoint.manifest import root
 from raywl.errors import CheckpointError, MissingWeightsError
-from raywl.loading.targets import Target
 from raywl.plan import LoadPlan
 from raywl.report import LoadReport
 
@@ -32,28 +31,19 @@ class LastLoad(NamedTuple):
     """Tensors that were loaded and have no elements, of which there are no copies."""
     plan: LoadPlan | None
     """The copies that brought them into the model."""
-    strides: Mapping[str, tuple[int, ...]]
-    """Of the parameters and buffers, as the copies found them."""
     computed: frozenset[str]
     """Parameters and buffers that hold something else than the copies, computed by loaders."""
 
 
-_NOTHING = LastLoad(frozenset(), {}, (), None, {}, frozenset())
+_NOTHING = LastLoad(frozenset(), {}, (), None, frozenset())
 _LOADED: WeakKeyDictionary[nn.Module, LastLoad] = WeakKeyDictionary()
 
 
-def note_loaded(
-    model: nn.Module,
-    manifest: Manifest,
-    report: LoadReport,
-    targets: Iterable[Target],
-    computed: frozenset[str],
-) -> None:
+def note_loaded(model: nn.Module, manifest: Manifest, report: LoadReport, computed: frozenset[str]) -> None:
     """Notes what a model was loaded from, and what of it its loaders computed."""
-    strides = {target.name: target.local_strides for target in targets if not target.is_meta}
     homeless = frozenset(report.unexpected)
     empty = tuple(name for name in report.loaded if not manifest.tensors[name].nbytes)
-    _LOADED[model] = LastLoad(homeless, manifest.tensors, empty, report.plan, strides, computed)
+    _LOADED[model] = LastLoad(homeless, manifest.tensors, empty, report.plan, computed)
 
 
 def last_load(model: nn.Module) -> LastLoad | None:

@@ -148,7 +148,7 @@ def load_into(
     ):
         reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
         _load(model, binding, reader, report, plan, strict, make_progress(progress))
-    note_loaded(model, checkpoint, report, binding.targets, binding.computed)
+    note_loaded(model, checkpoint, report, binding.computed)
     report.phases["post"] = timeline.note_phase("post")
     report.seconds = time.perf_counter() - timeline.origin_s
     return report
@@ -241,7 +241,7 @@ def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade
         copies=tuple(recorder.copies),
         fills=tuple(recorder.fills),
         targets={
-            target.name: TargetInfo(dtype_name(target.tensor.dtype), target.local_shape)
+            target.name: TargetInfo(dtype_name(target.tensor.dtype), target.local_shape, target.local_strides)
             for target in binding.targets
             if not target.is_meta and (target.name in planned or recorder.written[target.name].nbytes)
         },

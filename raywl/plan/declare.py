@@ -73,7 +73,7 @@ def declare_plan(
         full = torch_shape(entry.dtype, entry.shape)
         box = local_box(name, full, specs.of(name), context.tp_rank, context.tp_size)
         shape = tuple(end - start for start, end in box)
-        targets[name] = TargetInfo(dtype, shape)
+        targets[name] = TargetInfo(dtype, shape, contiguous_strides(shape, 1))
         if 0 not in shape:
             strides = contiguous_strides(shape, itemsize_of(dtype))
             copies.append(copy_of_box(name, entry, box, name, strides, dtype))

@@ -18,9 +18,8 @@ from raywl.types import ParallelContext
 
 __all__ = ["LoadPlan", "TargetInfo"]
 
-_FORMAT = 2
-_READABLE = (1, 2)
-"""Formats that this version reads; the first had neither constants nor conversions by way of a dtype."""
+_FORMAT = 3
+"""The only one that is read: a plan is quickly made anew, and the earlier ones didn't tell strides."""
 
 
 class TargetInfo(NamedTuple):
@@ -30,6 +29,8 @@ class TargetInfo(NamedTuple):
     """torch's name."""
     shape: tuple[int, ...]
     """Local shape on the rank."""
+    strides: tuple[int, ...]
+    """In elements: copies go to bytes, which are other elements where strides differ."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +151,22 @@ class LoadPlan:
             raise NotFoundError(os.fspath(path), "there is no such plan", local=True) from None
         except ValueError as error:
             raise CheckpointError(os.fspath(path), None, f"is not a saved plan: {error}") from error
+        except OSError as error:
+            raise CheckpointError(os.fspath(path), None, f"can't be read: {error.strerror}") from error
         try:
-            if body["raywl_plan"] not in _READABLE:
-                raise CheckpointError(
-                    os.fspath(path), None, f"plan of format {body['raywl_plan']}, expected {_FORMAT}"
-                )
+            if body["raywl_plan"] != _FORMAT:
+                reason = f"plan of format {body['raywl_plan']}, expected {_FORMAT}: make it anew"
+                raise CheckpointError(os.fspath(path), None, reason)
             return cls(
                 identity=str(body["identity"]),
                 context=ParallelContext(**body["context"]),
                 files=tuple(body["files"]),
                 copies=tuple(map(_copy_from, body["copies"])),
                 fills=tuple(map(_fill_from, body.get("fills", ()))),
-                targets={k: TargetInfo(str(d), tuple(s)) for k, (d, s) in body["targets"].items()},
+                targets={
+                    name: TargetInfo(str(dtype), tuple(shape), tuple(strides))
+                    for name, (dtype, shape, strides) in body["targets"].items()
+                },
                 unplanned=tuple(body["unplanned"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -145,12 +145,12 @@ def _as_loaded(
     assert loaded.plan is not None
     if not copies and local.numel():
         raise ValueError(f"{target.name} was loaded by no copy of a tensor: {_REMEDY}")
-    info, strides = loaded.plan.targets[target.name], loaded.strides[target.name]
+    info = loaded.plan.targets[target.name]
     now = dtype_name(local.dtype), tuple(local.shape), tuple(local.stride())
-    if now != (*info, strides):
+    if now != info:
         raise ValueError(
             f"{target.name} is {now[0]} {list(now[1])} with strides {list(now[2])}, but was loaded as "
-            f"{info.dtype} {list(info.shape)} with {list(strides)}: {_REMEDY}"
+            f"{info.dtype} {list(info.shape)} with {list(info.strides)}: {_REMEDY}"
         )
     view = ByteView(local.detach())
     for copy in map(normalise, copies):

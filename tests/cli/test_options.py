@@ -26,7 +26,7 @@ OPTIONS = {
     "demo": COMMON | {"--report"},
     "inspect": COMMON | SOURCE | {"--tensors"},
     "verify": COMMON | SOURCE | {"--deep"},
-    "plan": COMMON | SOURCE | GROUP | WEIGHTS,
+    "plan": COMMON | SOURCE | GROUP | WEIGHTS | {"--save", "--show"},
     "load": COMMON
     | SOURCE
     | GROUP

@@ -241,17 +241,3 @@ def test_a_plan_with_a_constant_that_is_none_is_refused(write, tmp_path, row):
     (tmp_path / "plan.json").write_text(json.dumps(body))
     with pytest.raises(raywl.errors.CheckpointError, match="not a saved plan"):
         raywl.LoadPlan.load(tmp_path / "plan.json")
-
-
-def test_a_plan_of_the_first_format_is_read(write, tmp_path):
-    """It had no constants, and copies without a dtype in between."""
-    folder = write({"a": A})
-    raywl.load_into(Model({"a": filled(3, 4)}), folder).plan.save(tmp_path / "plan.json")
-    body = json.loads((tmp_path / "plan.json").read_text())
-    body["raywl_plan"] = 1
-    del body["fills"]
-    body["copies"] = [copy[:10] for copy in body["copies"]]
-    (tmp_path / "plan.json").write_text(json.dumps(body))
-    model = Model({"a": filled(3, 4)})
-    raywl.load_into(model, folder, plan=raywl.LoadPlan.load(tmp_path / "plan.json"))
-    assert torch.equal(model.a, A)

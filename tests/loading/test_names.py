@@ -240,12 +240,17 @@ def test_a_saved_plan_is_used_for_what_it_was_made_for(write, tmp_path):
     meta = Model({"w": torch.zeros(8, 3, device="meta"), "x": torch.zeros(8, 3, device="meta")})
     raywl.load_into(meta, folder, parallel=context, plan=plan)
     assert torch.equal(meta.x, A[:, 3:] + 1)
+    whole = Model({"w": torch.zeros(8, 6, device="meta"), "x": torch.zeros(8, 3)})
+    raywl.load_into(whole, folder, parallel=context, plan=plan)
+    assert torch.equal(whole.w, A[:, 3:])
     for other in (ParallelContext(tp_rank=0, tp_size=2), ParallelContext()):
         with pytest.raises(ValueError, match=r"another rank.*tp_"):
             raywl.load_into(model(), folder, parallel=other, plan=plan)
     for wrong in (
         model(w=torch.zeros(8, 4)),
         model(w=torch.zeros(8, 3).double()),
+        model(w=torch.zeros(3, 8).t()),
+        model(w=torch.zeros(8, 4, device="meta")),
         Model({"x": torch.zeros(8, 3)}),
     ):
         with pytest.raises(ValueError, match="another model"):

@@ -22,6 +22,7 @@ from raywl.loading.targets import Target, collect_targets, is_dtensor, materiali
 from raywl.loading.tp_plan import shards_from_tp_plan, unused_entries
 from raywl.opening import Checkpoint
 from raywl.plan import Copy, LoadPlan, copy_of_box, local_box
+from raywl.plan.copies import straight
 from raywl.plan.declare import SpecTable
 from raywl.plan.fills import Fill
 from raywl.readers import Reader
@@ -384,9 +385,8 @@ class Binding:
             wanted = dtype  # the same bits under another name
         if box is None and dtype == wanted and entry.strides is None and local.is_contiguous():
             # One run of bytes, as most are.
-            target, by_item = self.by_name[route.param].name, (local.itemsize,)
-            shape = (local.numel(),)
-            return Copy(name, entry.file, target, entry.start, 0, shape, by_item, by_item, dtype, wanted)
+            target = self.by_name[route.param].name
+            return straight(name, entry.file, target, entry.start, 0, local.numel(), dtype)
         full = torch_shape(entry.dtype, entry.shape)
         if box is None:
             box = tuple((0, size) for size in full)

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from raywl.checkpoint import Manifest
 from raywl.errors import CheckpointError, RaywlError, ShapeMismatchError
 from raywl.loading.constants import fill_of, make_fill
+from raywl.loading.destinations import Destination
 from raywl.loading.lazy import (
     ALIASES,
     FACTS,
@@ -35,10 +36,11 @@ from raywl.loading.lazy import (
 )
 from raywl.loading.lazy_sources import FileSource, without_detours
 from raywl.loading.mappings import Mappings
-from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of
+from raywl.plan.copies import Copy, itemsize_of, may_overlap, normalise, span_of, straight
 from raywl.plan.fills import Fill, Number
 from raywl.plan.layout import Dim
-from raywl.plan.pending import Pending, covered_bytes, merge_runs, runs_of, writes_once
+from raywl.plan.pending import covered_bytes, merge_runs, runs_of, writes_once
+from raywl.plan.places import Places
 from raywl.plan.reads import schedule
 from raywl.readers import READER_THREADS, ByteView, Reader
 from raywl.readers.memory import can_convert, dtype_name
@@ -54,24 +56,6 @@ class Written:
     """Bytes written by copies out of the checkpoint, in the parameter's dtype."""
     otherwise: bool = False
     """Whether anything else wrote to it: a fill, arithmetic, a copy from other memory."""
-
-
-@dataclass(slots=True)
-class _Memory:
-    """One storage that targets lie in."""
-
-    targets: list[tuple[int, int, str]] = field(default_factory=list)
-    """`(first byte, end byte, name)` in the storage."""
-    pending: Pending = field(default_factory=Pending)
-    """Noted copies that haven't been made; their `dst_start` counts from the storage's first byte."""
-    fills: list[Fill] | None = None
-    """Noted constants that haven't been made, to be made before the copies; they count likewise."""
-    immediate: bool = False
-    """Whether something holds an alias that torch functions don't show."""
-    repeated: bool = False
-    """Whether copies may have written some bytes more than once."""
-    merged: list[tuple[int, int]] | None = None
-    """What copies have set of it in the end, once that was asked for."""
 
 
 class Recorder(TorchFunctionMode):
@@ -97,8 +81,9 @@ class Recorder(TorchFunctionMode):
         self._file_order = {file.name: index for index, file in enumerate(manifest.files)}
         self.mappings = Mappings(manifest, reader.files)
         self._views: dict[str, ByteView] = {}
-        self._memories: dict[int, _Memory] = {}
-        self._memory_by_name: dict[str, _Memory] = {}
+        self._memories: dict[int, Destination] = {}
+        self._waiting: list[Destination] = []
+        """Those in which anything is noted."""
         self._thread: int | None = None
         self._lock = threading.RLock()
         self._watching, self._profile_before = False, threading.getprofile()
@@ -122,18 +107,26 @@ class Recorder(TorchFunctionMode):
         self._copies_by_target: dict[str, list[Copy]] = {}
         self._num_sorted = 0
         self._overwritten: set[str] = set()
-        for name, tensor in targets.items():
-            self._add_target(name, tensor)
+        self._add_targets(targets)
 
-    def _add_target(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.is_meta or not tensor.numel():
-            return
-        view = self._views[name] = ByteView(tensor)
-        memory = self._memories.get(view.address)
-        if memory is None:
-            memory = self._memories[view.address] = _Memory()
-        self._memory_by_name[name] = memory
-        memory.targets.append((view.first, view.first + view.nbytes, name))
+    def _add_targets(self, targets: Mapping[str, torch.Tensor]) -> None:
+        shared: dict[int, list[str]] = {}
+        for name, tensor in targets.items():
+            if tensor.is_meta or not tensor.numel():
+                continue
+            view = self._views[name] = ByteView(tensor)
+            address = view.address
+            if address in self._memories:
+                shared.setdefault(address, [self._memories[address].name]).append(name)
+            else:
+                self._memories[address] = Destination(name)
+        for address, names in shared.items():
+            rows = [
+                (view.first, view.first + view.nbytes, name)
+                for name in names
+                for view in (self._views[name],)
+            ]
+            self._memories[address].places = Places(rows)
 
     def weight(self, name: str) -> LazyWeight:
         """The lazy weight of a checkpoint tensor."""
@@ -209,12 +202,14 @@ class Recorder(TorchFunctionMode):
             instead.difference_update(copy.target for copy in self.copies)
         return frozenset(self._overwritten | instead)
 
-    def _note(self, copy: Copy, memory: _Memory) -> None:
+    def _note(self, copy: Copy, memory: Destination) -> None:
         """Takes a copy, after those that it may overlap."""
-        if memory.pending.may_overlap(copy):
+        if memory.may_overlap(copy):
             memory.repeated = True
             self.drain()
-        memory.pending.add(copy)
+        if not memory.is_waiting:
+            self._waiting.append(memory)
+        memory.add(copy)
         nbytes = math.prod(copy.shape) * itemsize_of(copy.dst_dtype)
         self.written[copy.target].nbytes += nbytes
 
@@ -238,7 +233,7 @@ class Recorder(TorchFunctionMode):
             name = self._holder_of(copy.dst_start, copy.dst_end, memory)
             if name is None:
                 return False
-            if memory.pending.may_overlap(copy):
+            if memory.may_overlap(copy):
                 self.drain()
             self._note_overwritten(name, copy)
             noted = Fill(name, copy.dst_start, copy.shape, copy.dst_strides, copy.dst_dtype, value)
@@ -246,29 +241,32 @@ class Recorder(TorchFunctionMode):
             self.fills.append(noted._replace(dst_start=noted.dst_start - self._views[name].first))
             return True
 
-    def _note_fill(self, fill: Fill, memory: _Memory) -> None:
-        memory.fills = [*(memory.fills or ()), fill]
-        for first, last, name in memory.targets:
-            if first < fill.dst_end and fill.dst_start < last:
-                self.written[name].otherwise = True
+    def _note_fill(self, fill: Fill, memory: Destination) -> None:
+        if not memory.is_waiting:
+            self._waiting.append(memory)
+        if memory.fills is None:
+            memory.fills = []
+        memory.fills.append(fill)
+        for name in self._meeting(fill.dst_start, fill.dst_end, memory):
+            self.written[name].otherwise = True
 
     def declare_fill(self, fill: Fill) -> None:
         """Notes a constant that was planned without a loader."""
         self.fills.append(fill)
         first = self._views[fill.target].first
-        self._note_fill(fill._replace(dst_start=fill.dst_start + first), self._memory_by_name[fill.target])
+        self._note_fill(fill._replace(dst_start=fill.dst_start + first), self._memory_named(fill.target))
 
     def declare(self, copy: Copy) -> None:
         """Notes a copy that was planned without a loader."""
         self.copies.append(copy)
         first = self._views[copy.target].first
         noted = copy._replace(dst_start=copy.dst_start + first) if first else copy
-        self._note(noted, self._memory_by_name[copy.target])
+        self._note(noted, self._memory_named(copy.target))
 
     def _copy_now(
-        self, dst: torch.Tensor, src: LazyWeight, memory: _Memory | None, noted: Copy | None
+        self, dst: torch.Tensor, src: LazyWeight, memory: Destination | None, noted: Copy | None
     ) -> None:
-        if memory is not None and (memory.pending or memory.fills):
+        if memory is not None and memory.is_waiting:
             self.drain()
         self.started = self.started or memory is not None
         values = src.source.read(src)
@@ -277,7 +275,11 @@ class Recorder(TorchFunctionMode):
         if memory is not None:
             self._note_write(memory, dst, f"a copy of {src.source.name}")
 
-    def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
+    def _memory_named(self, name: str) -> Destination:
+        """The memory of a target that has a view."""
+        return self._memories[self._views[name].address]
+
+    def _memory_of(self, tensor: torch.Tensor) -> Destination | None:
         if tensor.layout is not torch.strided:
             return None
         try:
@@ -287,7 +289,7 @@ class Recorder(TorchFunctionMode):
             # It has none: a parameter that another thread let stand for a weight.
             return None
 
-    def _run_of(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory) -> Copy | None:
+    def _run_of(self, dst: torch.Tensor, src: LazyWeight, memory: Destination) -> Copy | None:
         """The copy as data if it is one run of bytes on both sides, as most are; see `_copy_of`."""
         source, dtype = src.source, dst.dtype
         if type(source) is not FileSource or dtype != src.dtype or dtype.is_complex:
@@ -301,9 +303,9 @@ class Recorder(TorchFunctionMode):
             return None
         entry, name = source.entry, dtype_name(dtype)
         first = entry.start + int(src.storage_offset()) * item
-        return Copy(source.name, entry.file, target, first, start, (count,), (item,), (item,), name, name)
+        return straight(source.name, entry.file, target, first, start, count, name)
 
-    def _copy_of(self, dst: torch.Tensor, src: LazyWeight, memory: _Memory) -> Copy | None:
+    def _copy_of(self, dst: torch.Tensor, src: LazyWeight, memory: Destination) -> Copy | None:
         """The copy as data, counted from the storage's first byte; `None` where no target holds it all."""
         if dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg():
             return None
@@ -347,13 +349,22 @@ class Recorder(TorchFunctionMode):
         return normalise(Copy("", "", "", 0, start, tuple(dst.shape), strides, strides, dtype, dtype))
 
     def _holder_of(
-        self, start: int, end: int, memory: _Memory, dtype: torch.dtype | None = None
+        self, start: int, end: int, memory: Destination, dtype: torch.dtype | None = None
     ) -> str | None:
         """The target that some bytes of its storage lie in; of a dtype, if that is given."""
-        for first, last, name in memory.targets:
-            if first <= start and end <= last and (dtype is None or self._views[name].dtype == dtype):
-                return name
-        return None
+        names: Iterable[str] = (memory.name,)
+        if memory.places is not None:
+            names = memory.places.holding(start, end)
+        elif not ((view := self._views[memory.name]).first <= start and end <= view.first + view.nbytes):
+            return None
+        return next((name for name in names if dtype is None or self._views[name].dtype == dtype), None)
+
+    def _meeting(self, start: int, end: int, memory: Destination) -> Iterable[str]:
+        """The targets that have any of some bytes of their storage."""
+        if memory.places is not None:
+            return memory.places.meeting(start, end)
+        view = self._views[memory.name]
+        return (memory.name,) if view.first < end and start < view.first + view.nbytes else ()
 
     def _in_target(self, copy: Copy) -> Copy:
         first = self._views[copy.target].first
@@ -370,7 +381,7 @@ class Recorder(TorchFunctionMode):
                 return
             for copy in copies:
                 # What comes later may write there again.
-                self._memory_by_name[copy.target].repeated = True
+                self._memory_named(copy.target).repeated = True
             reads = schedule(copies, self._file_order)
             self._files.open_all({read.file: None for read in reads})
             self.started = True
@@ -382,12 +393,19 @@ class Recorder(TorchFunctionMode):
     def make_fills(self) -> None:
         """Makes all noted constants now; what is copied there comes later."""
         with self._lock:
-            for memory in self._memories.values():
-                for fill in memory.fills or ():
-                    self.started = True
-                    view = self._views[fill.target]
-                    make_fill(fill._replace(dst_start=fill.dst_start - view.first), view)
-                memory.fills = None
+            for fill in self._take_fills():
+                self.started = True
+                view = self._views[fill.target]
+                make_fill(fill._replace(dst_start=fill.dst_start - view.first), view)
+
+    def _take_fills(self) -> list[Fill]:
+        """All noted constants, in order within each memory; none are left."""
+        fills: list[Fill] = []
+        for memory in self._waiting:
+            fills += memory.fills or ()
+            memory.fills = None
+        self._waiting = [memory for memory in self._waiting if memory.is_waiting]
+        return fills
 
     def finish(self) -> list[Copy]:
         """The copies that are still to be made; forgets them.
@@ -398,12 +416,9 @@ class Recorder(TorchFunctionMode):
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            return [
-                self._in_target(copy)
-                for memory in self._memories.values()
-                if memory.pending
-                for copy in memory.pending.take()
-            ]
+            copies = [self._in_target(copy) for memory in self._waiting for copy in memory.take()]
+            self._waiting = [memory for memory in self._waiting if memory.is_waiting]
+            return copies
 
     def _share(self) -> None:
         """Makes what is noted, and from now on every copy at once: another thread may be looking."""
@@ -433,16 +448,16 @@ class Recorder(TorchFunctionMode):
 
     def set_nbytes(self, name: str) -> int:
         """Bytes of a target that copies have set, each counted once, through whichever target."""
-        memory = self._memory_by_name.get(name)
-        if memory is None or (len(memory.targets) == 1 and not memory.repeated):
+        memory = self._memory_named(name) if name in self._views else None
+        if memory is None or (memory.places is None and not memory.repeated):
             return self.written[name].nbytes
         if memory.merged is None:
-            names = {target for _, _, target in memory.targets}
+            copies = self._copies_of
             memory.merged = merge_runs(
                 run
-                for copy in self.copies
-                if copy.target in names
-                for run in runs_of(copy._replace(dst_start=copy.dst_start + self._views[copy.target].first))
+                for target in memory.names
+                for copy in copies.get(target, ())
+                for run in runs_of(copy._replace(dst_start=copy.dst_start + self._views[target].first))
             )
         return covered_bytes(self._views[name].runs(), memory.merged)
 
@@ -495,7 +510,7 @@ class Recorder(TorchFunctionMode):
             memory = self._memory_of(tensor)
             if memory is None:
                 continue
-            if memory.pending or memory.fills:
+            if memory.is_waiting:
                 self.drain()
             if name in ALIASES:
                 memory.immediate = True
@@ -506,18 +521,17 @@ class Recorder(TorchFunctionMode):
                 if memory is not None:
                     self._note_write(memory, tensor, name)
 
-    def _note_write(self, memory: _Memory, tensor: torch.Tensor, what: str) -> None:
+    def _note_write(self, memory: Destination, tensor: torch.Tensor, what: str) -> None:
         start = int(tensor.storage_offset()) * tensor.itemsize
         strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
         end = start + span_of(tuple(tensor.shape), strides, tensor.itemsize)
         self.started = True
-        for first, last, name in memory.targets:
-            if first < end and start < last:
-                self.written[name].otherwise = True
-                self.surprises[f"{name} was also written by {what}"] = None
-                # Who asks for an address hasn't written yet.
-                if tensor.numel() and what not in ALIASES:
-                    self._note_overwritten(name, self._place_of(tensor))
+        for name in self._meeting(start, end, memory):
+            self.written[name].otherwise = True
+            self.surprises[f"{name} was also written by {what}"] = None
+            # Who asks for an address hasn't written yet.
+            if tensor.numel() and what not in ALIASES:
+                self._note_overwritten(name, self._place_of(tensor))
 
     def _note_overwritten(self, name: str, place: Copy) -> None:
         """Notes that a place in a target's storage was written to, if a copy was there before."""

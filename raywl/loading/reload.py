@@ -230,14 +230,13 @@ class _DryRecorder(Recorder):
 
     def make_fills(self) -> None:
         """Nothing is made, and live memory stays as it is."""
-        for memory in self._memories.values():
-            memory.fills = None
+        self._take_fills()
 
     def drain(self) -> None:
         """Nothing is made; only noted as made."""
         self.make_fills()
         for copy in self.finish():
-            self._memory_by_name[copy.target].repeated = True
+            self._memory_named(copy.target).repeated = True
 
     def _memory_of(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type == "meta" and tensor.layout is torch.strided:

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
-__all__ = ["Copy", "contiguous_strides", "itemsize_of", "may_overlap", "normalise", "span_of", "split"]
+__all__ = [
+    "Copy",
+    "contiguous_strides",
+    "itemsize_of",
+    "may_overlap",
+    "normalise",
+    "span_of",
+    "split",
+    "straight",
+]
 
 _WIDE = {"complex64": 8, "complex128": 16, "float64": 8, "int64": 8, "uint64": 8}
 _WIDE |= {"complex32": 4, "float32": 4, "int32": 4, "uint32": 4}
@@ -83,6 +93,20 @@ class Copy(NamedTuple):
             and self.src_strides == self.dst_strides
             and (self.src_end - self.src_start == self.nbytes)
         )
+
+
+@cache
+def _one(value: int) -> tuple[int, ...]:
+    return (value,)
+
+
+def straight(
+    tensor: str, file: str, target: str, src_start: int, dst_start: int, count: int, dtype: str
+) -> Copy:
+    """A copy of `count` elements that are one run of bytes on both sides, as most are; see `Copy`."""
+    # Equal ones share their tuples: a plan may have a hundred thousand of them.
+    shape, strides = _one(count), _one(itemsize_of(dtype))
+    return Copy(tensor, file, target, src_start, dst_start, shape, strides, strides, dtype, dtype)
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

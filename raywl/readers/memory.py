@@ -79,16 +79,20 @@ class ByteView:
     """All bytes that a parameter spans, as uint8."""
 
     # Most of a hundred thousand parameters are read into once: what that doesn't need is made when asked for.
-    __slots__ = ("_address", "_raw", "_shape", "_storage", "_strides", "dtype", "first", "in_reach", "nbytes")
+    __slots__ = ("_address", "_layout", "_raw", "_storage", "dtype", "first", "in_reach", "nbytes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         item = tensor.itemsize
-        self._shape, self._strides = tensor.shape, tensor.stride()
         self.dtype = tensor.dtype
         self.first = int(tensor.storage_offset()) * item
         """Byte of the storage that the first element starts at."""
-        self.nbytes = tensor.nbytes if tensor.is_contiguous() else self._span(item)
+        self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """Shape, and strides in bytes, of what isn't contiguous."""
+        self.nbytes = tensor.nbytes
         """Bytes from the first element's first to the last element's last."""
+        if not tensor.is_contiguous():
+            self._layout = tuple(tensor.shape), tuple([stride * item for stride in tensor.stride()])
+            self.nbytes = span_of(*self._layout, item)
         self.in_reach = tensor.is_cpu
         """Whether reads can reach them."""
         # The storage, whatever the tensor may come to stand for later.
@@ -96,13 +100,11 @@ class ByteView:
         self._address = tensor.data_ptr()
         self._raw: torch.Tensor | None = None
 
-    def _span(self, item: int) -> int:
-        return span_of(tuple(self._shape), tuple([stride * item for stride in self._strides]), item)
-
     @property
     def address(self) -> int:
         """Address of the storage that they lie in."""
-        return self._address - self.first
+        # Equal numbers are kept once where they are one object.
+        return self._address - self.first if self.first else self._address
 
     @property
     def device(self) -> torch.device:
@@ -127,9 +129,11 @@ class ByteView:
 
     def runs(self) -> list[tuple[int, int]]:
         """The byte ranges of the storage that its elements take."""
-        name, item = dtype_name(self.dtype), self.dtype.itemsize
-        strides = tuple([stride * item for stride in self._strides])
-        whole = Copy("", "", "", 0, self.first, tuple(self._shape), strides, strides, name, name)
+        if self._layout is None:
+            return [(self.first, self.first + self.nbytes)]
+        shape, strides = self._layout
+        name = dtype_name(self.dtype)
+        whole = Copy("", "", "", 0, self.first, shape, strides, strides, name, name)
         return merge_runs(runs_of(whole))
 
     def view_for(self, copy: Copy) -> torch.Tensor:

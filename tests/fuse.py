@@ -5,7 +5,8 @@ and the right to mount, and no library. The server is a process of its own: a re
 fault holds the interpreter's lock, and could never be answered by its own process.
 
 Faults are a JSON file in the folder behind, `faults.json`, read at each read:
-    {"eio": {"name": first failing byte}, "size": {"name": size that is told}}
+    {"eio": {"name": first failing byte}, "size": {"name": size that is told},
+     "eintr": {"name": of each number of reads all but the last are interrupted}}
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class _Server:
         self._device, self._behind = device, behind
         self._names = {1: ""}
         self._nodes = {"": 1}
+        self._num_reads = 0
         self._log = open(os.path.join(behind, _READS), "a", buffering=1)  # noqa: SIM115 (for as long as it runs)
 
     def serve(self) -> None:
@@ -164,6 +166,9 @@ class _Server:
         handle, offset, size = struct.unpack_from("=QQI", body)
         name, faults = self._names[node], self._faults()
         self._log.write(json.dumps([name, offset, size]) + "\n")
+        self._num_reads += 1
+        if self._num_reads % faults.get("eintr", {}).get(name, 1):
+            raise _Error(errno.EINTR)
         first_bad = faults.get("eio", {}).get(name)
         if first_bad is not None and offset + size > first_bad:
             raise _Error(errno.EIO)

@@ -115,8 +115,9 @@ class ByteView:
     def raw(self) -> torch.Tensor:
         """1-d uint8 over the bytes."""
         if self._raw is None:
-            self._raw = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-            self._raw.set_(self._storage, self.first, (self.nbytes,), (1,))
+            raw = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            # Kept once it is whole: several threads may ask at a time.
+            self._raw = raw.set_(self._storage, self.first, (self.nbytes,), (1,))
         return self._raw
 
     @property

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from raywl.errors import CheckpointError, NotFoundError
+from raywl.errors import CapacityError, CheckpointError, NotFoundError
 from raywl.plan.copies import Copy
 from raywl.plan.fills import Fill, number_from, number_to
 from raywl.plan.reads import Read, schedule
@@ -116,7 +118,12 @@ class LoadPlan:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, in one step."""
+        """Writes the plan as JSON, in one step: `path` is as it was, or the whole plan.
+
+        Raises:
+            CapacityError: The disk is full.
+            OSError: The folder isn't there, or can't be written to.
+        """
         body = {
             "raywl_plan": _FORMAT,
             "identity": self.identity,
@@ -124,17 +131,23 @@ class LoadPlan:
             "files": self.files,
             "copies": self.copies,
             "fills": [(*fill[:-1], number_to(fill.value)) for fill in self.fills],
-            "targets": self.targets,
+            "targets": dict(self.targets),
             "unplanned": self.unplanned,
         }
+        text = json.dumps(body).encode()
         folder = os.path.dirname(os.path.abspath(path))
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".plan-")
         try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({**body, "targets": dict(self.targets)}, file)
+            with os.fdopen(handle, "wb") as file:
+                file.write(text)
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
             os.unlink(temporary)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = shutil.disk_usage(folder).free
+                raise CapacityError(
+                    "disk space", len(text), free, f"{os.fspath(path)} can't be written", unit="bytes"
+                ) from error
             raise
 
     @classmethod

@@ -125,13 +125,8 @@ class UnmappedWeight(LazyWeight):
         # It may be written to, or kept: from now on memory is the truth.
         kwargs = kwargs or {}
         _load_all((*args, *kwargs.values()))
-
-        def value_of(value: Any) -> Any:
-            if isinstance(value, LazyWeight):
-                return value.source.read(value)
-            return type(value)(map(value_of, value)) if isinstance(value, tuple | list) else value
-
-        return func(*map(value_of, args), **{key: value_of(value) for key, value in kwargs.items()})
+        read: dict[int, torch.Tensor] = {}
+        return func(*_values_of(args, read), **{k: _values_of(v, read) for k, v in kwargs.items()})
 
 
 def lazy_weight(name: str, entry: TensorEntry, mapping: mmap.mmap | None, reader: ReadsNow) -> LazyWeight:
@@ -315,19 +310,25 @@ def _load_all(values: Iterable[Any]) -> None:
         lazy.source.load()
 
 
+def _values_of(value: Any, read: dict[int, torch.Tensor]) -> Any:
+    """A function's argument, or several, with what lazy weights hold, which `read` takes by their ids.
+
+    No inner function of those that call it: one that calls itself is garbage that only a collection frees,
+    with all that was read, and none runs during a load.
+    """
+    if isinstance(value, LazyWeight):
+        if id(value) not in read:
+            read[id(value)] = value.source.read(value)
+        return read[id(value)]
+    if isinstance(value, tuple | list):
+        return type(value)(_values_of(item, read) for item in value)
+    return value
+
+
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a function on what the lazy weights hold."""
     read: dict[int, torch.Tensor] = {}
-
-    def value_of(value: Any) -> Any:
-        if isinstance(value, LazyWeight):
-            return read.setdefault(id(value), value.source.read(value))
-        if isinstance(value, tuple | list):
-            return type(value)(map(value_of, value))
-        return value
-
-    plain_args = tuple(map(value_of, args))
-    result = func(*plain_args, **{key: value_of(value) for key, value in kwargs.items()})
+    result = func(*_values_of(args, read), **{k: _values_of(v, read) for k, v in kwargs.items()})
     fresh = [lazy for lazy in _lazies((*args, *kwargs.values())) if lazy.source.loaded is None]
     if fresh and _shares_memory(result, [read[id(lazy)] for lazy in fresh]):
         # The result is a view after all (`to` without a change): writes through it must reach the weight.

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raywl.strategies import STRATEGIES
+from tests.loading.memory_layouts import LAYOUTS, write
+
 NUM, ROWS, COLUMNS = 6, 8192, 2048  # 6 x 64 MiB
 SCRIPT = """
 import json, resource, sys, torch, raywl
@@ -53,3 +56,42 @@ def test_peak_memory_above_the_parameters(folder, kind):
     command = [sys.executable, "-c", SCRIPT, kind, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout) <= 128 << 20
+
+
+LIMIT_BYTES = 256 << 20
+"""Above the parameters: whatever the checkpoint, all of which here are larger."""
+
+
+@pytest.fixture(scope="module")
+def files_of(tmp_path_factory):
+    """The folder of a layout's files, made once."""
+    made = {}
+
+    def folder_of(layout):
+        if layout not in made:
+            made[layout] = tmp_path_factory.mktemp("layout")
+            write(LAYOUTS[layout], made[layout])
+        return made[layout]
+
+    return folder_of
+
+
+CASES = [(layout, "auto") for layout in LAYOUTS] + [
+    (layout, strategy)
+    for layout in ("columns", "one huge tensor converted", "iterated")
+    for strategy in STRATEGIES
+    if strategy != "auto"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "strategy"), CASES)
+def test_peak_memory_of_every_layout(files_of, layout, strategy):
+    """In a fresh process each; pages of mapped files count too."""
+    command = [sys.executable, "-m", "tests.loading.memory_layouts", layout, strategy, files_of(layout)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(f"{layout}, {strategy}: {found['above'] / 2**20:.0f} MiB above the parameters")
+    assert found["nbytes"] > LIMIT_BYTES
+    assert found["above"] <= LIMIT_BYTES

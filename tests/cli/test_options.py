@@ -42,6 +42,8 @@ OPTIONS = {
     "bench make": COMMON | {"FOLDER", "--layout", "--size"},
     "bench cluster": COMMON | {"--size", "--hosts", "--situation", "--rate", "--repeat", "--plot"},
     "bench coordinator": COMMON | {"--nodes", "--files", "--deaths"},
+    "bench reload": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--tp", "--tp-plan"},
+    "bench table": COMMON | {"--repeat", "--batch", "--row-bytes", "--size"},
     "bench iterate": COMMON | SOURCE | {"--repeat", "--cold", "--warm", "--max-workers", "--pause-ms"},
 }
 

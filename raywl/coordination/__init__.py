@@ -7,6 +7,7 @@ from raywl.coordination.placement import Shortfall, rank_order, shortfall
 from raywl.coordination.stage_messages import (
     NOBODY,
     FetchFailure,
+    FileCheck,
     NodeReport,
     NodeState,
     Orders,
@@ -25,6 +26,7 @@ __all__ = [
     "Beat",
     "ChunkTable",
     "FetchFailure",
+    "FileCheck",
     "Group",
     "GroupRegistry",
     "Lease",

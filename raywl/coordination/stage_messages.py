@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raywl.coordination.chunks import ChunkTable
 
 __all__ = [
     "NOBODY",
     "FetchFailure",
+    "FileCheck",
     "NodeReport",
     "NodeState",
     "Orders",
@@ -50,6 +51,9 @@ class StageSpec:
     """A run in which nothing has moved for so long fails."""
     settle_s: float = 3.0
     """How long to wait at the start for all nodes to say what they have already."""
+    in_flight: int = 0
+    """Chunks that may be on their way to a node at once, when nothing is written to disks (`StreamRun`); 0
+    where everything is (`StageRun`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,10 @@ class NodeReport:
     """Files whose bytes turned out wrong, by index in the table."""
     error: Exception | None = None
     """It can't go on: its disk is full, a file is not what the source announced."""
+    needs: int | None = None
+    """Of a stream: the chunks that it still has a use for; `None` until its ranks have said so."""
+    holds: int = 0
+    """Of a stream: the chunks that it has fetched and can give away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,15 @@ def unpack_route(packed: int) -> Route:
     return Route(packed >> 32, packed >> 16 & 0xFFFF, packed & 0xFFFF)
 
 
+class FileCheck(NamedTuple):
+    """A file of a stream that one node checks for all."""
+
+    file: int
+    """Its index."""
+    whole: bool
+    """Whether all of it comes by that node, so that it can be hashed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
     """The answer to a report."""
@@ -164,6 +181,10 @@ class Orders:
     """When to report again."""
     spoiled: tuple[int, ...] = ()
     """With `"over"`: files whose bytes turned out wrong; what came of them is to be thrown away."""
+    keep: int | None = None
+    """Of a stream: what the node fetches or holds that others still need; `None`: that isn't known now."""
+    checks: tuple[FileCheck, ...] = ()
+    """Of a stream: the files that this node is to check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from raywl.coordination.stage_messages import NodeReport, Orders, StageSpec, StageState, Ticket
 from raywl.coordination.stage_run import StageRun
+from raywl.coordination.stream_run import StreamRun
 from raywl.errors import ClusterError
 
 __all__ = ["StagingBoard"]
@@ -32,7 +33,7 @@ class StagingBoard:
         first_epoch: A board that replaces a lost one must start above it.
         """
         self._next_number = first_epoch
-        self._runs: dict[str, StageRun] = {}
+        self._runs: dict[str, StageRun | StreamRun] = {}
         self._drivers: dict[str, dict[str, float]] = {}
         """Run to the drivers that wait for it, each until when it is believed to live."""
         self._ended_s: dict[str, float] = {}
@@ -129,15 +130,16 @@ class StagingBoard:
             for name, run in self._runs.items()
         ]
 
-    def _alike(self, spec: StageSpec) -> StageRun | None:
+    def _alike(self, spec: StageSpec) -> StageRun | StreamRun | None:
         for run in self._runs.values():
             if run.spec.key == spec.key and run.spec.table == spec.table and run.state == "running":
                 return run
         return None
 
-    def _add(self, spec: StageSpec, now_s: float) -> StageRun:
+    def _add(self, spec: StageSpec, now_s: float) -> StageRun | StreamRun:
         self._next_number += 1
-        run = self._runs[spec.run] = StageRun(spec, self._next_number, now_s)
+        kind = StreamRun if spec.in_flight else StageRun
+        run = self._runs[spec.run] = kind(spec, self._next_number, now_s)
         # A run that a node told of has as long as any driver to be asked about.
         self._drivers[spec.run] = {_ANYBODY: now_s + spec.driver_lease_s}
         return run

@@ -1,0 +1,468 @@
+"""One checkpoint on its way to the ranks of some nodes, with no disk in between."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+
+from raywl.coordination.chunks import all_bits, each_bit, lowest_bit
+from raywl.coordination.stage_members import Member, Members
+from raywl.coordination.stage_messages import (
+    NOBODY,
+    FetchFailure,
+    FileCheck,
+    NodeReport,
+    NodeState,
+    Orders,
+    StageSpec,
+    StageState,
+    Ticket,
+    pack_route,
+)
+from raywl.errors import ClusterError, StagingTimeout, some_of
+
+__all__ = ["StreamRun"]
+
+_MIN_REPORT_S, _MAX_REPORT_S = 0.2, 2.0
+_REPORTS_PER_S = 500
+_MAX_TRIES = 16
+"""Nodes that may fail to fetch a chunk before all are told."""
+_PAUSE_S, _MAX_PAUSE_S = 5.0, 60.0
+"""How long a node that couldn't fetch gets no new leases: doubled each time until it can again."""
+_MAX_MISSES = 3
+"""A node that so often couldn't get a chunk from others fetches it itself."""
+
+
+class StreamRun:
+    """The state of one stream. Pure: events in, answers out, `now_s` from the caller's clock.
+
+    Each node needs some chunks, until its ranks have taken them. A chunk that somebody needs is free, or
+    leased to one node, or held by the node that fetched it, until nobody else needs it. What nobody needs is
+    never fetched.
+
+    1. Nodes `join`. As long as one of them hasn't said what it needs, nothing is leased.
+    2. `report` takes what a node still needs and holds, and answers with leases, with routes to what others
+       fetch or hold, and with what the node must keep for others.
+    3. A chunk is leased only when it is among the next `in_flight` chunks of every node that needs it, and
+       while the one that fetches it holds fewer than that. So a node has room for all that is under way to it
+       and never waits for room with something in its hands. The lowest chunk of all that anybody needs
+       may always be leased: nobody waits for anything before it, so it comes and goes, and then the next does.
+    4. What a node held is gone with it, and is leased again if it is still needed.
+    5. A chunk that a node can't fetch goes to the next one, to one that doesn't need it in the end. When none
+       is left, or nothing moves any more, the run has failed, and every node and driver is told why.
+    6. It is done when each node has taken what it needs and checked what it was to check.
+    """
+
+    def __init__(self, spec: StageSpec, epoch: int, now_s: float) -> None:
+        self.spec, self.epoch = spec, epoch
+        self.error: Exception | None = None
+        self.notes: list[str] = []
+        self._table = spec.table
+        self._labels = dict(spec.nodes)
+        self._given_up: set[str] = set()
+        self._members = Members()
+        self._needs: dict[str, int] = {}
+        """Node to what it needs, as it last said: also of one that is starting again."""
+        self._told: set[str] = set()
+        """Members that have said what they need since they joined."""
+        self._at_first: dict[str, int] = {}
+        """Node to what it needed when it first said so."""
+        self._checks: dict[str, list[FileCheck]] | None = None
+        """Node to the files that it checks, once all have said what they need."""
+        self._failures: dict[int, dict[str, Exception]] = {}
+        """Chunk that nobody holds to the nodes that couldn't fetch it, and why."""
+        self._best: dict[str, int] = {}
+        """The highest step of each node."""
+        self._done = False
+        self._moved_s = now_s
+
+    # --- what nodes say ---
+
+    def join(
+        self, node: str, has: int, fetching: Iterable[int], shares: Iterable[str], number: int, now_s: float
+    ) -> Ticket:
+        """A node takes part, or does so again after it was started anew or was silent for too long.
+
+        Args:
+            node: Its id.
+            has: Nothing: without a disk, what it holds it says in its reports.
+            fetching: Chunks that it is fetching: by leases of a coordinator that was lost.
+            shares: Of no use here.
+            number: Of the membership, larger than all before.
+            now_s: The time.
+        """
+        self.tick(now_s)
+        if (before := self._members.get(node)) is not None:
+            self._remove(before)
+        member = self._members.add(node, number, now_s + self.spec.node_lease_s)
+        leased = self._leased()
+        for chunk in fetching:
+            if 0 <= chunk < self._table.num_chunks and not leased >> chunk & 1:
+                member.leases[chunk] = now_s
+        return Ticket(self.epoch, number)
+
+    def report(self, report: NodeReport, now_s: float) -> Orders:
+        """A node's heartbeat; the answer may get lost, and the report be repeated."""
+        self.tick(now_s)
+        member = self._members.get(report.node)
+        if member is None or report.ticket != Ticket(self.epoch, member.number):
+            why = "it was silent for too long" if member is None else "it has joined again since"
+            return Orders("join", why, next_s=_MIN_REPORT_S)
+        member.expires_s = now_s + self.spec.node_lease_s
+        if member.last is not None and report.answered < member.last.answered:
+            # One that arrives late says what isn't so any more.
+            return Orders("join", "a later report of it came before", next_s=_MIN_REPORT_S)
+        member.last = report
+        if report.error is not None:
+            self.fail(report.error)
+        self._take(member, report, now_s)
+        for failure in report.failed:
+            self._fetch_failed(member, failure, now_s)
+        for chunk, provider in report.lost:
+            self._not_passed(member, chunk, provider, now_s)
+        if self._is_settled:
+            self._choose_checks()
+            self._grant(member, report.num_wanted, now_s)
+        self._note_end(member, report)
+        return self._orders(member, report)
+
+    def tick(self, now_s: float) -> None:
+        """Does what is due at this time. All events call it; to be called without any, too."""
+        for member in self._members.expired(now_s):
+            self._remove(member)
+        self._take_overdue(now_s)
+        if any(member.node not in self._told for member in self._members):
+            # Ranks build their models; for how long is their driver's business.
+            self._moved_s = now_s
+        still_s = now_s - self._moved_s
+        if self.state == "running" and still_s >= self.spec.stall_s:
+            text = f"{self.spec.label}: nothing has moved for {still_s:.0f} s: {self.waiting(now_s)}"
+            self.fail(StagingTimeout(text))
+
+    # --- what drivers say and ask ---
+
+    def want(self, nodes: Mapping[str, str], now_s: float) -> None:
+        """Nothing: nobody else takes part in a stream."""
+
+    def drop_node(self, node: str, why: str, now_s: float) -> None:
+        """A driver knows that a node is gone: nobody waits for it any more."""
+        if (member := self._members.get(node)) is not None:
+            self._remove(member)
+        if node in self._labels and node not in self._given_up:
+            self._given_up.add(node)
+            self._needs.pop(node, None)
+            self.notes.append(f"node {self._labels[node]} was lost: {why}")
+            for check in (self._checks or {}).pop(node, ()):
+                self.notes.append(f"{self._table.files[check.file][0]}: not checked, with that node")
+        self._check_done()
+        self._check_all_tried()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run with an error; the first one counts."""
+        if self.state == "running":
+            self.error = error
+
+    @property
+    def state(self) -> str:
+        """`"running"`, `"done"` or `"failed"`."""
+        return "failed" if self.error is not None else "done" if self._done else "running"
+
+    def status(self, now_s: float) -> StageState:
+        """All that is known, for a driver or a person."""
+        self.tick(now_s)
+        nodes = tuple(map(self._node_state, self._labels))
+        counted = [node for node in nodes if node.state != "lost"]
+        return StageState(
+            self.spec.run,
+            self.state,
+            sum(node.has_bytes for node in counted),
+            sum(self._table.nbytes_of(self._at_first.get(node.node, 0)) for node in counted),
+            nodes,
+            self.error,
+            tuple(self.notes),
+            self.waiting(now_s) if self.state == "running" else "",
+        )
+
+    def waiting(self, now_s: float) -> str:
+        """Who holds what since when, and who isn't done, in a few words."""
+        leases = sorted((since_s, c, m) for m in self._members for c, since_s in m.leases.items())
+        held = [
+            f"{self._name(member.node)} fetches chunk {chunk} ({self._table.describe(chunk)}) since "
+            f"{now_s - since_s:.0f} s"
+            for since_s, chunk, member in leases[:4]
+        ]
+        held += [f"{len(leases) - 4} more leases"] if len(leases) > 4 else []
+        if free := (self._needed() & ~self._held() & ~self._leased()).bit_count():
+            held.append(f"{free} of {self._table.num_chunks} chunks are with nobody")
+        told = [text for node in self._living() if (text := self._not_done(node, now_s))]
+        held += [f"not done: {some_of(told, 4)}"] if told else []
+        failed = {
+            self._name(node): error for nodes in self._failures.values() for node, error in nodes.items()
+        }
+        held += [f"{node} failed: {error}" for node, error in list(failed.items())[:2]]
+        return "; ".join(held) or "everybody is done"
+
+    # --- sets of chunks ---
+
+    def _living(self) -> Iterator[str]:
+        return (node for node in self._labels if node not in self._given_up)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether it is known what every node needs."""
+        return all(node in self._told for node in self._living())
+
+    def _needed(self, but: str | None = None) -> int:
+        found = 0
+        for node, needs in self._needs.items():
+            found |= 0 if node == but else needs
+        return found
+
+    def _held(self) -> int:
+        return self._members.held_by_any()
+
+    def _leased(self) -> int:
+        found = 0
+        for member in self._members:
+            for chunk in member.leases:
+                found |= 1 << chunk
+        return found
+
+    def _too_early(self) -> int:
+        """Chunks that some node has no room for yet."""
+        found = 0
+        for needs in self._needs.values():
+            if needs.bit_count() > self.spec.in_flight:
+                found |= needs & ~all_bits(_nth_bit(needs, self.spec.in_flight) + 1)
+        return found
+
+    def _tried_in_vain(self) -> int:
+        """Chunks that no member that needs them can fetch."""
+        found = -1
+        for member in self._members:
+            found &= ~self._needs.get(member.node, 0) | member.refused
+        return found
+
+    # --- leases ---
+
+    def _take(self, member: Member, report: NodeReport, now_s: float) -> None:
+        """Notes what a node needs and holds."""
+        everything = self._table.everything
+        fresh = report.holds & everything & ~member.has
+        member.has = report.holds & everything
+        if report.needs is not None:
+            before = self._needs.get(member.node, 0)
+            # Within one membership it only gets less.
+            needs = report.needs & (before if member.node in self._told else everything)
+            if member.node not in self._told or needs != before:
+                self._moved_s = now_s
+            self._needs[member.node] = needs
+            self._told.add(member.node)
+            self._at_first.setdefault(member.node, needs)
+        needed = self._needed()
+        for chunk in [chunk for chunk in member.leases if member.has >> chunk & 1]:
+            del member.leases[chunk]
+            member.pause_s = 0.0
+        if self._is_settled:
+            for other in self._members:
+                for chunk in [chunk for chunk in other.leases if not needed >> chunk & 1]:
+                    del other.leases[chunk]
+        if fresh:
+            self._moved_s = now_s
+        for chunk in [c for c in self._failures if member.has >> c & 1 or not needed >> c & 1]:
+            del self._failures[chunk]
+
+    def _grant(self, member: Member, num_wanted: int, now_s: float) -> None:
+        """Leases the lowest free chunks to a node that needs them, or that all others have failed for."""
+        if self.state != "running" or len(member.leases) >= num_wanted:
+            return
+        if now_s < member.paused_until_s and any(m.paused_until_s <= now_s for m in self._members):
+            return
+        needed = self._needed()
+        free = needed & ~self._held() & ~self._leased() & ~member.refused
+        if not free:
+            return
+        first = 1 << lowest_bit(needed)
+        mine = self._needs.get(member.node, 0) | self._tried_in_vain()
+        free &= mine & ~(self._too_early() & ~first)
+        num_held = member.has.bit_count()
+        while free and len(member.leases) < num_wanted:
+            bit = free & -free
+            free ^= bit
+            if bit != first and num_held + len(member.leases) >= self.spec.in_flight:
+                return
+            member.leases[lowest_bit(bit)] = now_s
+
+    def _fetch_failed(self, member: Member, failure: FetchFailure, now_s: float) -> None:
+        if failure.chunk in member.leases:
+            if now_s >= member.paused_until_s:
+                member.pause_s = min(_MAX_PAUSE_S, max(_PAUSE_S, 2 * member.pause_s))
+                member.paused_until_s = now_s + member.pause_s
+            self._pass_on(failure.chunk, member, failure.error)
+
+    def _pass_on(self, chunk: int, member: Member, error: Exception) -> None:
+        """A holder of a lease has failed: the chunk goes to the next, or, where none is left, the error to
+        all."""
+        member.refused |= 1 << chunk
+        member.misses.pop(chunk, None)
+        del member.leases[chunk]
+        if not self._held() >> chunk & 1:
+            self._failures.setdefault(chunk, {})[member.node] = error
+            self._check_tried(chunk)
+
+    def _check_tried(self, chunk: int) -> None:
+        tried = self._failures[chunk]
+        if len(tried) < _MAX_TRIES and any(not m.refused >> chunk & 1 for m in self._members):
+            return
+        *others, (_, error) = tried.items()
+        for node, other in others:
+            error.add_note(f"also on node {self._name(node)}: {other}")
+        self.fail(error)
+
+    def _check_all_tried(self) -> None:
+        if len(self._members):
+            for chunk in list(self._failures):
+                self._check_tried(chunk)
+
+    def _take_overdue(self, now_s: float) -> None:
+        """Passes on leases that were kept too long, where somebody else could take them."""
+        since_s = now_s - self.spec.chunk_lease_s
+        for member in self._members:
+            for chunk in [chunk for chunk, taken_s in member.leases.items() if taken_s <= since_s]:
+                if any(m is not member and not m.refused >> chunk & 1 for m in self._members):
+                    told = f"held chunk {chunk} ({self._table.describe(chunk)}) for "
+                    told += f"{self.spec.chunk_lease_s:g} s without having fetched it"
+                    self._pass_on(chunk, member, ClusterError(told, node=self._name(member.node)))
+
+    def _not_passed(self, member: Member, chunk: int, provider: int, now_s: float) -> None:
+        """A node couldn't get a chunk from the one that holds it: after some tries, it fetches it itself.
+
+        The other may be starting again, and then holds nothing; or the network is in parts, when fetching it
+        twice is better than never."""
+        asked = self._members.at(provider)
+        if asked is None or asked is member or not 0 <= chunk < self._table.num_chunks:
+            return
+        if not asked.has >> chunk & 1 or not self._needs.get(member.node, 0) >> chunk & 1:
+            return
+        misses, _ = member.misses.get(chunk, (0, now_s))
+        member.misses[chunk] = misses + 1, now_s
+        if misses + 1 >= _MAX_MISSES and not member.refused >> chunk & 1:
+            member.leases.setdefault(chunk, now_s)
+
+    # --- members ---
+
+    def _remove(self, member: Member) -> None:
+        self._members.remove(member)
+        self._told.discard(member.node)
+        # It may have been the last that hadn't failed.
+        self._check_all_tried()
+
+    def _choose_checks(self) -> None:
+        """Shares out the files among the nodes that get all of them, else among those that get some."""
+        if self._checks is not None:
+            return
+        checks: dict[str, list[FileCheck]] = {node: [] for node in self._living()}
+        nbytes = dict.fromkeys(checks, 0)
+        for file, (_, size) in enumerate(self._table.files):
+            bits = self._table.file_bits(file)
+            getting = [node for node in checks if self._needs[node] & bits]
+            whole = [node for node in getting if self._needs[node] & bits == bits]
+            if not getting:
+                continue
+            chosen = min(whole or getting, key=nbytes.__getitem__)
+            nbytes[chosen] += size if whole else 0
+            checks[chosen].append(FileCheck(file, bool(whole)))
+        self._checks = checks
+
+    def _note_end(self, member: Member, report: NodeReport) -> None:
+        if report.step > self._best.get(member.node, 0):
+            self._best[member.node] = report.step
+            self._moved_s = max(self._moved_s, member.expires_s - self.spec.node_lease_s)
+        member.finished = report.finished and self._needs.get(member.node) == 0
+        self._check_done()
+
+    def _check_done(self) -> None:
+        living = [self._members.get(node) for node in self._living()]
+        self._done = self._done or all(member is not None and member.finished for member in living)
+
+    # --- words ---
+
+    def _orders(self, member: Member, report: NodeReport) -> Orders:
+        if self.state != "running":
+            return Orders("over", "" if self.error is None else str(self.error))
+        member.serial += 1
+        next_s = min(_MAX_REPORT_S, max(_MIN_REPORT_S, len(self._members) / _REPORTS_PER_S))
+        keep = None
+        if self._is_settled:
+            keep = member.has
+            for chunk in member.leases:
+                keep |= 1 << chunk
+            keep &= self._needed(but=member.node)
+        return Orders(
+            "run",
+            "",
+            member.serial,
+            tuple(sorted(member.leases)),
+            self._routes(member),
+            nodes=tuple(self._members.ids[report.seen_nodes :]),
+            next_s=next_s,
+            keep=keep,
+            checks=tuple((self._checks or {}).get(member.node, ())),
+        )
+
+    def _routes(self, member: Member) -> array[int]:
+        """Where everything is that a node needs and others hold or fetch; all of it each time."""
+        needs = self._needs.get(member.node, 0) & ~member.has
+        for chunk in member.leases:
+            needs &= ~(1 << chunk)
+        found: dict[int, int] = {}
+        for other in self._members:
+            if other is not member:
+                found |= {chunk: other.index for chunk in other.leases if needs >> chunk & 1}
+        for other in self._members:
+            if other is not member:
+                found |= dict.fromkeys(each_bit(other.has & needs), other.index)
+        return array("Q", [pack_route(chunk, found[chunk], NOBODY) for chunk in sorted(found)])
+
+    def _name(self, node: str) -> str:
+        return self._labels.get(node, node)
+
+    def _not_done(self, node: str, now_s: float) -> str:
+        member, name = self._members.get(node), self._name(node)
+        if member is None:
+            return f"{name} (takes no part)"
+        if node not in self._told:
+            return f"{name} (its ranks haven't said what they need)"
+        if member.finished:
+            return ""
+        silent_s = self.spec.node_lease_s - (member.expires_s - now_s)
+        left, all_ = self._needs[node].bit_count(), self._at_first[node].bit_count()
+        return f"{name} (lacks {left} of {all_} chunks, last heard of {silent_s:.0f} s ago)"
+
+    def _node_state(self, node: str) -> NodeState:
+        member, label = self._members.get(node), self._name(node)
+        if member is None:
+            return NodeState(node, label, "lost" if node in self._given_up else "absent")
+        last = member.last or NodeReport(self.spec.run, node, Ticket(0, 0))
+        taken = self._at_first.get(node, 0) & ~self._needs.get(node, 0)
+        return NodeState(
+            node,
+            label,
+            "finished" if member.finished else "working",
+            self._table.nbytes_of(taken),
+            last.fetched_bytes,
+            last.received_bytes,
+            last.sent_bytes,
+            last.peak_store_bytes,
+            last.fetch_bytes_per_s,
+            last.send_bytes_per_s,
+            notes=last.notes,
+        )
+
+
+def _nth_bit(bits: int, count: int) -> int:
+    """The `count`-th smallest number of a set that has more than that."""
+    numbers = each_bit(bits)
+    for _ in range(count - 1):
+        next(numbers)
+    return next(numbers)

@@ -31,8 +31,9 @@ from raywl.plan import LoadPlan
 from raywl.plan.plan import TargetInfo
 from raywl.plan.reads import schedule
 from raywl.progress import Progress, make_progress
-from raywl.readers import OpenFiles, Reader
+from raywl.readers import Reader, open_reader
 from raywl.readers.memory import dtype_name
+from raywl.readers.streamed import is_streamed
 from raywl.remap.kv_scales import kv_scale_kind, unused_kv_scales
 from raywl.report import LoadReport
 from raywl.strategies import check_strategy
@@ -135,18 +136,11 @@ def load_into(
         model, checkpoint, context, shards=shards, tp_plan=tp_plan, mapper=mapper, stacked=stacked,
         expert_mapping=expert_mapping, device=device, optional=optional,
     )  # fmt: skip
+    opening = open_reader(checkpoint, strategy, num_local_ranks=context.local_size, timeline=timeline)
     released: AbstractContextManager[None] = contextlib.nullcontext()
-    if release_page_cache:
+    if release_page_cache and not is_streamed(checkpoint):
         released = released_after(checkpoint, report)
-    with (
-        released,
-        context,
-        torch.no_grad(),
-        _one_torch_thread(),
-        _gc_paused(),
-        OpenFiles(checkpoint) as files,
-    ):
-        reader = Reader(checkpoint, files, strategy, num_local_ranks=context.local_size, timeline=timeline)
+    with released, context, torch.no_grad(), _one_torch_thread(), _gc_paused(), opening as reader:
         _load(model, binding, reader, report, plan, strict, make_progress(progress))
     note_loaded(model, checkpoint, report, binding.computed)
     report.phases["post"] = timeline.note_phase("post")
@@ -203,7 +197,8 @@ def _load(
             files = list(dict.fromkeys(read.file for read in reads))
             make_local(binding.checkpoint, files, report, progress)
             reader.files.open_all(files)
-        record_checkpoint_files(map(binding.checkpoint.path, {*files, *recorder.nbytes_early}))
+        if not reader.is_streamed:
+            record_checkpoint_files(map(binding.checkpoint.path, {*files, *recorder.nbytes_early}))
         count = _Count(sum(read.end - read.start for read in reads), progress)
         with reader.reading(reads):
             planned_s = timeline.note_phase("plan")
@@ -228,7 +223,7 @@ def _load(
     for read in reads:
         report.bytes_by_file[read.file] = report.bytes_by_file.get(read.file, 0) + read.end - read.start
     report.bytes_read = sum(report.bytes_by_file.values())
-    report.bytes_by_source["files"] = report.bytes_read
+    report.bytes_by_source[reader.word] = report.bytes_read
 
 
 def fill_report(report: LoadReport, binding: Binding, recorder: Recorder, unmade: list[str]) -> None:

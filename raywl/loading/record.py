@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
             self._note(noted, memory)
             self.copies.append(self._in_target(noted))
             if self._shared or memory.immediate or self._thread is None:
-                self.drain()
+                self.drain(memory)
 
     @property
     def _copies_of(self) -> dict[str, list[Copy]]:
@@ -206,7 +206,7 @@ class Recorder(TorchFunctionMode):
         """Takes a copy, after those that it may overlap."""
         if memory.may_overlap(copy):
             memory.repeated = True
-            self.drain()
+            self.drain(memory)
         if not memory.is_waiting:
             self._waiting.append(memory)
         memory.add(copy)
@@ -234,7 +234,7 @@ class Recorder(TorchFunctionMode):
             if name is None:
                 return False
             if memory.may_overlap(copy):
-                self.drain()
+                self.drain(memory)
             self._note_overwritten(name, copy)
             noted = Fill(name, copy.dst_start, copy.shape, copy.dst_strides, copy.dst_dtype, value)
             self._note_fill(noted, memory)
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
         self, dst: torch.Tensor, src: LazyWeight, memory: Destination | None, noted: Copy | None
     ) -> None:
         if memory is not None and memory.is_waiting:
-            self.drain()
+            self.drain(memory)
         self.started = self.started or memory is not None
         values = src.source.read(src)
         with torch._C.DisableTorchFunctionSubclass():
@@ -372,11 +372,12 @@ class Recorder(TorchFunctionMode):
 
     # What happens to the memory of targets.
 
-    def drain(self) -> None:
-        """Makes all noted copies now."""
+    def drain(self, memory: Destination | None = None) -> None:
+        """Makes noted copies now: all, or where reading early costs more, those into one memory."""
         with self._lock:
-            copies = self.finish()
-            self.make_fills()
+            wanted = [memory] if memory is not None and self._reader.is_streamed else self._waiting
+            copies = self._take_copies(wanted)
+            self.make_fills(wanted)
             if not copies:
                 return
             for copy in copies:
@@ -390,18 +391,18 @@ class Recorder(TorchFunctionMode):
             self.surprises["values were read while loaders ran"] = None
             self._reader.execute(reads, self._views)
 
-    def make_fills(self) -> None:
-        """Makes all noted constants now; what is copied there comes later."""
+    def make_fills(self, memories: Sequence[Destination] | None = None) -> None:
+        """Makes noted constants now, all or those of some memories; what is copied there comes later."""
         with self._lock:
-            for fill in self._take_fills():
+            for fill in self._take_fills(self._waiting if memories is None else memories):
                 self.started = True
                 view = self._views[fill.target]
                 make_fill(fill._replace(dst_start=fill.dst_start - view.first), view)
 
-    def _take_fills(self) -> list[Fill]:
-        """All noted constants, in order within each memory; none are left."""
+    def _take_fills(self, memories: Sequence[Destination]) -> list[Fill]:
+        """Noted constants of some memories, in order within each; none are left there."""
         fills: list[Fill] = []
-        for memory in self._waiting:
+        for memory in memories:
             fills += memory.fills or ()
             memory.fills = None
         self._waiting = [memory for memory in self._waiting if memory.is_waiting]
@@ -413,10 +414,13 @@ class Recorder(TorchFunctionMode):
         Raises:
             RaywlError: Copies that another thread waited for couldn't be made.
         """
+        return self._take_copies(self._waiting)
+
+    def _take_copies(self, memories: Sequence[Destination]) -> list[Copy]:
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            copies = [self._in_target(copy) for memory in self._waiting for copy in memory.take()]
+            copies = [self._in_target(copy) for memory in memories for copy in memory.take()]
             self._waiting = [memory for memory in self._waiting if memory.is_waiting]
             return copies
 
@@ -511,7 +515,7 @@ class Recorder(TorchFunctionMode):
             if memory is None:
                 continue
             if memory.is_waiting:
-                self.drain()
+                self.drain(memory)
             if name in ALIASES:
                 memory.immediate = True
                 self._note_write(memory, tensor, name)

@@ -25,7 +25,7 @@ from raywl.opening import Checkpoint, open_checkpoint
 from raywl.parameters.modes import trial
 from raywl.plan import Copy
 from raywl.progress import Progress
-from raywl.readers import OpenFiles, Reader
+from raywl.readers import open_reader
 from raywl.readers.memory import can_convert
 from raywl.report import LoadReport
 from raywl.types import ParallelContext
@@ -171,8 +171,7 @@ def check_reload(
     if unmade:
         raise ValueError(f"can't reload a model that was never loaded: {unmade[0]} is on meta")
     report = LoadReport(checkpoint.source.ref, checkpoint.identity, context)
-    with context, torch.no_grad(), OpenFiles(checkpoint) as files:
-        reader = Reader(checkpoint, files, "buffered")
+    with context, torch.no_grad(), open_reader(checkpoint, "buffered") as reader:
         binding.prepare(reader, None)
         checkpoint.fetch(binding.files_of_loaders(None))
         recorder = _DryRecorder(checkpoint, reader, {target.name: target.local for target in binding.targets})
@@ -228,11 +227,11 @@ class _DryRecorder(Recorder):
         """Lets a meta tensor's storage stand for a live one, from its first byte on."""
         self._mirrored[stand_in.untyped_storage()._cdata] = memory
 
-    def make_fills(self) -> None:
+    def make_fills(self, memories: Any = None) -> None:
         """Nothing is made, and live memory stays as it is."""
-        self._take_fills()
+        self._take_fills(self._waiting)
 
-    def drain(self) -> None:
+    def drain(self, memory: Any = None) -> None:
         """Nothing is made; only noted as made."""
         self.make_fills()
         for copy in self.finish():

@@ -38,6 +38,11 @@ class Reader:
         timeline: Takes what each read took.
     """
 
+    word = "files"
+    """What reports count its bytes by."""
+    is_streamed = False
+    """Whether bytes come when it is their turn, and only at a price before that."""
+
     def __init__(
         self,
         manifest: Manifest,

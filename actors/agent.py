@@ -74,7 +74,8 @@ class NodeAgent:
     5. `release` drops its pages, where that is asked for, when all ranks have loaded.
     6. `close` forgets it. All of these may be repeated.
        Tables that all processes of the node share are made, found and dropped by the methods of their name.
-       `stage` brings a checkpoint here together with other nodes; `chunk` and `thanks` are theirs to call.
+       `stage` brings a checkpoint here together with other nodes; `chunk` and `thanks` are theirs to call,
+       `take_chunks` and `read_range` those of ranks that it is streamed to.
     7. A thread asks the coordinator by heartbeat whether the agent is still needed, and ends it when
        nothing has needed it for the idle time, or when there has been no coordinator for a minute; never
        while it has a table, or takes part in a staging.
@@ -184,6 +185,22 @@ class NodeAgent:
     def thanks(self, run: str, chunk: int, asker: str) -> None:
         """Another node's agent has a chunk that it asked for."""
         self._mover.thanks(run, chunk, asker)
+
+    def take_chunks(
+        self,
+        run: str,
+        rank: int,
+        needs: int | None,
+        done: tuple[int, ...],
+        lost: tuple[int, ...],
+        wait_s: float,
+    ) -> tuple[str, list[Any]]:
+        """Chunks of a stream for a rank of this node: see `ChunkMover.take`."""
+        return self._mover.take(run, rank, needs, done, lost, wait_s)
+
+    def read_range(self, run: str, file: str, start: int, end: int) -> bytes | None:
+        """Bytes of a stream that a rank of this node can't wait for: see `ChunkMover.read`."""
+        return self._mover.read(run, file, start, end)
 
     def staging(self) -> dict[str, Any]:
         """What is being staged here, as JSON values."""

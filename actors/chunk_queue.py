@@ -60,6 +60,10 @@ class ChunkQueue:
         self._providers[route.chunk] = provider
         self._push(route.chunk)
 
+    def provider_of(self, chunk: int) -> int:
+        """Whom it is asked of; `NOBODY` when it isn't asked for."""
+        return self._providers.get(chunk, NOBODY)
+
     def drop(self, chunk: int) -> None:
         """It is here."""
         self._providers.pop(chunk, None)

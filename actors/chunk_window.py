@@ -44,6 +44,12 @@ class Window:
             self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._lingering_bytes)
             return True
 
+    def exceed(self, nbytes: int) -> None:
+        """Takes room that isn't there: for what may not wait, since others wait for it."""
+        with self._changed:
+            self._used_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._lingering_bytes)
+
     def free(self, nbytes: int) -> None:
         """Gives room back, a second from now."""
         with self._changed:

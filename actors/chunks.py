@@ -11,6 +11,7 @@ from raywl.actors.chunk_window import Window
 from raywl.actors.failures import Place, as_raywl_error
 from raywl.actors.shared_lock import SharedLocks
 from raywl.actors.stage_work import StageWork, window_of
+from raywl.actors.stream_work import StreamAsk, StreamWork
 from raywl.checkpoint.manifest import find_weights
 from raywl.coordination import NodeReport, Orders, StageSpec, Ticket
 from raywl.sources import Pin
@@ -59,6 +60,8 @@ class StageRequest:
     """Where the files come from; its secrets aren't shown."""
     window_bytes: int | None = field(default=None)
     """Most bytes of chunks in the node's object store; `None`: 1 GiB, or a fifth of the store."""
+    stream: StreamAsk | None = None
+    """Where nothing is to be written to disks."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class ChunkMover:
     1. `stage` takes part until the run is over. When the agent is killed meanwhile, Ray calls it again after
        the restart, and it goes on with what is on the disk.
     2. `chunk` gives other nodes what this one has, `thanks` ends that.
-    3. `stop` ends a run here, whatever the coordinator says.
+    3. `take` and `read` give the ranks of this node what is streamed to them.
     """
 
     def __init__(
@@ -137,9 +140,8 @@ class ChunkMover:
             if work is None:
                 try:
                     windows = self._shared_windows(request.window_bytes)
-                    work = StageWork(
-                        request, self._node_id, str(self._place), self._link, windows, self._locks
-                    )
+                    kind = StageWork if request.stream is None else StreamWork
+                    work = kind(request, self._node_id, str(self._place), self._link, windows, self._locks)
                 except Exception as error:
                     raise as_raywl_error(error, self._place, "staging") from None
                 self._works[run] = work
@@ -181,6 +183,50 @@ class ChunkMover:
             work = self._works.get(run)
         if work is not None:
             work.thanked(chunk, asker)
+
+    def take(
+        self,
+        run: str,
+        rank: int,
+        needs: int | None,
+        done: tuple[int, ...],
+        lost: tuple[int, ...],
+        wait_s: float,
+    ) -> tuple[str, list[tuple[int, Any]]]:
+        """Chunks for a rank of this node. Harmless when repeated.
+
+        Args:
+            run: Its stream.
+            rank: Which.
+            needs: All chunks that it lacks, as a set: at first, and when that isn't known here; else `None`.
+            done: Chunks that it has taken since.
+            lost: Chunks whose references led nowhere.
+            wait_s: How long to wait for one.
+
+        Returns:
+            `"here"`, and numbers with references, perhaps none yet; or `"unknown"` (say what you need),
+            `"gone"` (no such stream here, or not yet), `"over"`, and why.
+        """
+        with self._lock:
+            work = self._works.get(run)
+        if not isinstance(work, StreamWork):
+            return "gone", []
+        return work.take(rank, needs, done, lost, wait_s)
+
+    def read(self, run: str, file: str, start: int, end: int) -> bytes | None:
+        """Bytes for a rank that can't wait for its chunk; `None`: no such stream here, or not yet.
+
+        Raises:
+            RaywlError: As the source.
+        """
+        with self._lock:
+            work = self._works.get(run)
+        if not isinstance(work, StreamWork):
+            return None
+        try:
+            return work.read(file, start, end)
+        except Exception as error:
+            raise as_raywl_error(error, self._place, "reading") from None
 
     def status(self) -> dict[str, Any]:
         """The runs here, as JSON values."""

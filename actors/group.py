@@ -52,6 +52,8 @@ class GroupParts:
     connection: Connection
     release_page_cache: bool = False
     """Whether its nodes drop a checkpoint's pages once all ranks have read it."""
+    stage_mode: str = "cache"
+    """How checkpoints that aren't on the nodes come to them."""
     keeper: GroupKeeper | None = None
     placement: Placement | None = None
     nodes: list[Node] = field(default_factory=list)
@@ -185,7 +187,8 @@ class RankGroup:
         doesn't fit leaves the old weights as they are, bit for bit.
 
         Args:
-            ref: As for `launch`; names and cuts are bound as they were then.
+            ref: As for `launch`; names and cuts are bound as they were then. It comes to the nodes as the
+                first one did: a group that was launched by a stream is reloaded by one.
             timeout_s: Bounds the whole reload.
             **source: Keyword arguments of `open_checkpoint`.
 

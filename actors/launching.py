@@ -28,12 +28,14 @@ from raywl.actors.raycalls import (
     ask_progress,
     gather,
     has_gpus,
+    hold_agents,
     make_coordinator,
     make_rank,
     place_ranks,
 )
 from raywl.actors.reloading import unexpected_everywhere
-from raywl.actors.requests import SourceRequest, request_for_nodes
+from raywl.actors.requests import SourceRequest, check_options, request_for_nodes
+from raywl.actors.streaming import NOTHING_TO_STREAM, check_mode, load_by_stream, open_for_stream
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Group, rank_order
 from raywl.errors import MissingWeightsError, NodeLostError, some_of
@@ -44,6 +46,8 @@ from raywl.types import ParallelContext, as_shard_spec, check_patterns, whole_nu
 
 if TYPE_CHECKING:
     import torch
+
+    from raywl.opening import Checkpoint
 
 __all__ = ["launch"]
 
@@ -69,6 +73,9 @@ class _Ask:
     load: Mapping[str, Any]
     strict: bool | str
     release_page_cache: bool
+    stage_mode: str
+    streamed: Checkpoint | None
+    """What comes to the ranks by a stream; `None`: nothing does."""
 
     @property
     def world_size(self) -> int:
@@ -131,7 +138,9 @@ def launch(
             which then has enough CPUs; or `host:port`, `"auto"`, `"local"`.
         init_distributed: `"auto"` initialises `torch.distributed` over each replica's ranks when there
             is more than one (nccl for whole GPUs, else gloo); `True` always, `False` never.
-        stage_mode: How nodes come to the checkpoint; `"cache"`: from files.
+        stage_mode: How a checkpoint that isn't on the nodes comes to them. `"cache"`: into each node's cache
+            folder. `"stream"`: straight to the ranks, in chunks through the object stores; no file is written
+            anywhere. Files on the nodes are read where they are.
         timeout_s: Bounds everything until all ranks are loaded.
         agent_idle_s: How long raywl's helpers on the nodes stay when nothing needs them any more.
         shards: As in `load_into`; so are `tp_plan`, `mapper`, `stacked`, `expert_mapping` and `strategy`.
@@ -161,8 +170,7 @@ def launch(
         ClusterError: There is no cluster at the address, raywl is absent or of another version on a node,
             or `model_factory` raised.
     """
-    if stage_mode != "cache":
-        raise ValueError(f"stage_mode must be 'cache', not {stage_mode!r}")
+    check_mode("stage_mode", stage_mode)
     if init_distributed not in ("auto", True, False):
         raise ValueError(f"init_distributed must be 'auto', True or False, not {init_distributed!r}")
     if placement is not None and placement not in _PLACEMENTS:
@@ -185,8 +193,11 @@ def launch(
     for name in ("parallel", "plan"):
         if name in source:
             raise TypeError(f"launch() takes no {name!r}: each rank has its own")
+    check_options(source)
+    opened = open_for_stream(ref, source) if stage_mode == "stream" else None
+    group = uuid.uuid4().hex
     ask = _Ask(
-        request=request_for_nodes(uuid.uuid4().hex, ref, source),
+        request=request_for_nodes(group, *((ref, source) if opened is None else (opened, {}))),
         factory=model_factory,
         sizes={
             name: whole_number(name, size)
@@ -217,6 +228,8 @@ def launch(
         ),
         strict=strict,
         release_page_cache=release_page_cache,
+        stage_mode=stage_mode,
+        streamed=opened,
     )
     ParallelContext.of_rank(0, **ask.sizes)  # refuses impossible sizes before anything is started
     work = to_bytes((ask.factory, dict(ask.load)))
@@ -253,7 +266,10 @@ class _Launch:
         )
         self._notes.append(connection.note)
         self._parts = GroupParts(
-            self._ask.request.group, connection, release_page_cache=self._ask.release_page_cache
+            self._ask.request.group,
+            connection,
+            release_page_cache=self._ask.release_page_cache,
+            stage_mode=self._ask.stage_mode,
         )
         try:
             return self._build(connection)
@@ -293,16 +309,30 @@ class _Launch:
         ]
         starting = [rank.start.remote() for rank in parts.ranks]
         deadline.enter("open")
-        identity, fetched = open_on_nodes(ask.request, parts.nodes, deadline, self._progress)
+        if ask.streamed is None:
+            if ask.stage_mode == "stream":
+                self._notes.append(NOTHING_TO_STREAM)
+            identity, fetched = open_on_nodes(ask.request, parts.nodes, deadline, self._progress)
+        else:
+            hold_agents(parts.nodes, deadline)
+            identity, fetched = ask.streamed.identity, {}
         deadline.enter("start ranks")
         places = [spec.place for spec in parts.specs]
         parts.facts = gather(starting, places, deadline)
         self._init_distributed(bundle.get("GPU", 0.0))
 
         deadline.enter("load")
-        reports = self._load(Job(ask.request, identity, self._work, deadline.remaining_s()), places)
+        job = Job(ask.request, identity, self._work, deadline.remaining_s())
+        if ask.streamed is None:
+            reports = self._load(job, places)
+        else:
+            reports, staged = load_by_stream(
+                ask.streamed, parts, job, deadline, partial(self._load, places=places)
+            )
+            fetched = {staged.kind: staged.bytes_from_source}
+            self._notes += staged.notes
         report = self._report(identity, fetched, reports)
-        if ask.release_page_cache:
+        if ask.release_page_cache and ask.streamed is None:
             report.released_bytes = release_on_nodes(ask.request, parts.nodes, deadline, report.notes)
         deadline.enter("")
         report.seconds, report.phases = deadline.elapsed_s, dict(deadline.phases)
@@ -375,15 +405,23 @@ class _Launch:
         ]
         gather(joining, places, deadline)
 
-    def _load(self, job: Job, places: Sequence[Place]) -> list[LoadReport]:
+    def _load(
+        self, job: Job, places: Sequence[Place], on_tick: Callable[[], None] | None = None
+    ) -> list[LoadReport]:
         parts = self._parts
         sent = ray.put(job)
         poll = None
         if self._progress is not None:
             poll = ProgressPoll([partial(ask_progress, rank) for rank in parts.ranks], self._progress)
         loading = [rank.load.remote(sent) for rank in parts.ranks]
+
+        def tick() -> None:
+            for look in (on_tick, poll):
+                if look is not None:
+                    look()
+
         try:
-            reports: list[LoadReport] = gather(loading, places, self._deadline, on_tick=poll)
+            reports: list[LoadReport] = gather(loading, places, self._deadline, on_tick=tick)
         except NodeLostError as error:
             told = f"while loading {self._ask.request.label}: {error.reason}"
             lost = NodeLostError(told, node=error.node, rank=error.rank)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from raywl.actors.devices import cuda_index, interface_of, num_cores, num_threads
 from raywl.actors.failures import Place, as_raywl_error
+from raywl.actors.rank_feed import FeedLink, RankFeed, StreamJob
 from raywl.actors.requests import SourceRequest
 from raywl.errors import ClusterError
 from raywl.types import ParallelContext
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "RankFacts", "RankLink", "RankLoader", "RankSpec", "Rendezvous"]
 
 
-class RankLink(Protocol):
+class RankLink(FeedLink, Protocol):
     """What a rank asks of the cluster."""
 
     def gpu_ids(self) -> list[str]:
@@ -99,6 +100,8 @@ class Job:
     """Pickled: the model factory, and the keyword arguments of `load_into`."""
     timeout_s: float
     """For the wait on the node's agent."""
+    stream: StreamJob | None = None
+    """Where the checkpoint comes to no disk: how its bytes come instead."""
 
 
 class RankLoader:
@@ -269,7 +272,15 @@ class RankLoader:
         return self._model
 
     def _checkpoint(self, job: Job) -> Checkpoint:
-        """What the node's agent has opened."""
+        """What the node's agent has opened; or what the driver has, with its bytes coming by a stream."""
+        if job.stream is not None:
+            with self._as_raywl("reading the checkpoint"):
+                from raywl.readers.streamed import streamed
+
+                spec = self._spec
+                feed = RankFeed(self._link, spec.node_id, spec.node, spec.rank, job.stream)
+                opened: Checkpoint = streamed(pickle.loads(job.stream.checkpoint), feed)  # noqa: S301
+                return opened
         with self._as_raywl("asking the node's agent"):
             pickled = self._link.checkpoint(self._spec.node_id, job.request, job.identity, job.timeout_s)
             checkpoint: Checkpoint = pickle.loads(pickled)  # noqa: S301 (from the own node's agent)

@@ -25,7 +25,7 @@ from raywl.actors.names import NAMESPACE, agent_name, coordinator_name, mine
 from raywl.actors.rank import RankLoader, RankSpec
 from raywl.actors.requests import SourceRequest
 from raywl.actors.shelf import TableRequest
-from raywl.actors.stage_calls import CHUNKS, STAGE, StageCalls
+from raywl.actors.stage_calls import CHUNKS, RANKS, STAGE, StageCalls
 from raywl.actors.transport import to_bytes
 from raywl.coordination import Beat, shortfall
 from raywl.errors import CapacityError, ClusterError, NodeLostError, RaywlError, StagingTimeout
@@ -63,7 +63,7 @@ _JOINING_NODES_S = 10.0
 _BUSY_CLUSTER_S = 60.0
 _SOME_RETRIES = 3
 _WATCH = "watch"
-_CHUNK_CALLS, _STAGE_CALLS = 32, 8
+_CHUNK_CALLS, _STAGE_CALLS, _RANK_CALLS = 32, 8, 32
 _TRIES = 3
 
 
@@ -231,7 +231,7 @@ def make_agent(node: Node) -> Any:
         scheduling_strategy=pinned,
         max_concurrency=16,
         # Other nodes must get answers, and a staging lasts, whatever else this one is asked.
-        concurrency_groups={CHUNKS: _CHUNK_CALLS, STAGE: _STAGE_CALLS},
+        concurrency_groups={CHUNKS: _CHUNK_CALLS, STAGE: _STAGE_CALLS, RANKS: _RANK_CALLS},
     )
     return helper.remote(node.node_id, node.label, Link())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,7 +15,8 @@ from raywl.actors.failures import Place, most_telling
 from raywl.actors.opening import open_on_nodes, release_on_nodes
 from raywl.actors.rank import Job
 from raywl.actors.raycalls import Node, Settled, find_agents, settle
-from raywl.actors.requests import request_for_nodes
+from raywl.actors.requests import check_options, request_for_nodes
+from raywl.actors.streaming import NOTHING_TO_STREAM, load_by_stream, open_for_stream
 from raywl.errors import RaywlError, some_of
 from raywl.report import GroupReport, LoadReport
 
@@ -42,27 +44,27 @@ def reload_group(
             weights, bit for bit.
     """
     deadline.enter("open")
-    request = request_for_nodes(f"{parts.name}/{uuid.uuid4().hex[:8]}", ref, source)
-    places = [spec.place for spec in parts.specs]
+    check_options(source)
+    streamed = open_for_stream(ref, source) if parts.stage_mode == "stream" else None
+    group = f"{parts.name}/{uuid.uuid4().hex[:8]}"
+    request = request_for_nodes(group, *((ref, source) if streamed is None else (streamed, {})))
     notes = [f"{len(parts.specs)} ranks reloaded in place"]
     released_bytes = 0
+    reload = partial(_check_and_write, parts, deadline, unfinished)
     try:
-        identity, fetched = open_on_nodes(request, parts.nodes, deadline)
-        job = ray.put(Job(request, identity, b"", deadline.remaining_s()))
-        deadline.enter("check")
-        _all_of([rank.check_reload.remote(job) for rank in parts.ranks], places, deadline, unfinished)
-        deadline.enter("write")
-        try:
-            reports: list[ReloadReport] = _all_of(
-                [rank.reload.remote(job) for rank in parts.ranks], places, deadline, unfinished
-            )
-        except BaseException as error:
-            # Other ranks may have written already, whatever became of this one.
-            if isinstance(error, RaywlError):
-                error.partly_loaded = True
-            raise
-        if parts.release_page_cache:
-            released_bytes = release_on_nodes(request, parts.nodes, deadline, notes)
+        if streamed is None:
+            if parts.stage_mode == "stream":
+                notes.append(NOTHING_TO_STREAM)
+            identity, fetched = open_on_nodes(request, parts.nodes, deadline)
+            reports = reload(Job(request, identity, b"", deadline.remaining_s()))
+            if parts.release_page_cache:
+                released_bytes = release_on_nodes(request, parts.nodes, deadline, notes)
+        else:
+            identity = streamed.identity
+            job = Job(request, identity, b"", deadline.remaining_s())
+            reports, staged = load_by_stream(streamed, parts, job, deadline, reload)
+            fetched = {staged.kind: staged.bytes_from_source}
+            notes += staged.notes
     finally:
         _close(request.group, parts.nodes)
     world_size = parts.specs[0].context.world_size
@@ -84,12 +86,39 @@ def reload_group(
     )
 
 
+def _check_and_write(
+    parts: GroupParts,
+    deadline: Deadline,
+    unfinished: dict[Any, int],
+    job: Job,
+    on_tick: Callable[[], None] | None = None,
+) -> list[ReloadReport]:
+    sent, places = ray.put(job), [spec.place for spec in parts.specs]
+    deadline.enter("check")
+    _all_of([rank.check_reload.remote(sent) for rank in parts.ranks], places, deadline, unfinished, on_tick)
+    deadline.enter("write")
+    try:
+        reports: list[ReloadReport] = _all_of(
+            [rank.reload.remote(sent) for rank in parts.ranks], places, deadline, unfinished, on_tick
+        )
+        return reports
+    except BaseException as error:
+        # Other ranks may have written already, whatever became of this one.
+        if isinstance(error, RaywlError):
+            error.partly_loaded = True
+        raise
+
+
 def _all_of(
-    refs: Sequence[Any], places: Sequence[Place], deadline: Deadline, unfinished: dict[Any, int]
+    refs: Sequence[Any],
+    places: Sequence[Place],
+    deadline: Deadline,
+    unfinished: dict[Any, int],
+    on_tick: Callable[[], None] | None = None,
 ) -> list[Any]:
     settled = Settled([])
     try:
-        settle(refs, places, deadline, settled=settled)
+        settle(refs, places, deadline, on_tick, settled=settled)
     finally:
         unfinished.update(settled.unfinished)
     if settled.failures:

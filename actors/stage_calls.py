@@ -8,11 +8,13 @@ import ray
 
 from raywl.actors.names import NAMESPACE, agent_name, coordinator_name
 from raywl.coordination import NodeReport, Orders, StageSpec, Ticket
+from raywl.errors import RaywlError
 
-__all__ = ["CHUNKS", "STAGE", "StageCalls"]
+__all__ = ["CHUNKS", "RANKS", "STAGE", "StageCalls"]
 
-CHUNKS, STAGE = "chunks", "stage"
-"""Groups of an agent's threads: those that answer other nodes, and those that take part in runs."""
+CHUNKS, STAGE, RANKS = "chunks", "stage", "ranks"
+"""Groups of an agent's threads: those that answer other nodes, those that take part in runs, and those that
+give chunks to ranks."""
 
 _CALL_S = 15.0
 
@@ -58,3 +60,38 @@ class StageCalls:
         """Tells another node's agent that a chunk has come; doesn't wait."""
         agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
         agent.thanks.options(concurrency_group=CHUNKS, max_task_retries=0).remote(run, chunk, asker)
+
+    def take_chunks(
+        self,
+        node_id: str,
+        run: str,
+        rank: int,
+        needs: int | None,
+        done: tuple[int, ...],
+        lost: tuple[int, ...],
+        wait_s: float,
+    ) -> tuple[str, list[Any]]:
+        """Asks the agent of the calling rank's own node for chunks: see `ChunkMover.take`."""
+        agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+        call = agent.take_chunks.options(concurrency_group=RANKS, max_task_retries=0)
+        asked = call.remote(run, rank, needs, done, lost, wait_s)
+        answer: tuple[str, list[Any]] = ray.get(asked, timeout=wait_s + _CALL_S)
+        return answer
+
+    def read_range(
+        self, node_id: str, run: str, file: str, start: int, end: int, timeout_s: float
+    ) -> bytes | None:
+        """Asks the agent of the calling rank's own node for bytes: see `ChunkMover.read`.
+
+        Raises:
+            RaywlError: As the source.
+        """
+        agent = ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+        call = agent.read_range.options(concurrency_group=RANKS, max_task_retries=0)
+        try:
+            data: bytes | None = ray.get(call.remote(run, file, start, end), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RaywlError):
+                raise error.cause from None
+            raise
+        return data

@@ -33,7 +33,16 @@ from raywl.errors import NodeLostError, RaywlError, StagingTimeout, some_of
 from raywl.progress import Progress
 from raywl.stage_report import StagedNode, StageReport
 
-__all__ = ["COORDINATOR", "choose_nodes", "chunk_bytes_for", "stage_on_nodes", "warm_nodes"]
+__all__ = [
+    "COORDINATOR",
+    "StagingCalls",
+    "choose_nodes",
+    "chunk_bytes_for",
+    "report_of_nodes",
+    "smallest_window_bytes",
+    "stage_on_nodes",
+    "warm_nodes",
+]
 
 COORDINATOR = Place("of the coordinator")
 
@@ -87,19 +96,36 @@ def stage_on_nodes(
         report.nodes = [StagedNode(node.label, node.node_id, "finished", nbytes) for node in nodes]
         return report
     whole_bytes = 0 if first.ranged else _fetch_whole(request, nodes, deadline, progress)
-    smallest_bytes = min(window_of(int(node.resources.get("object_store_memory", 0))) for node in nodes)
     spec = StageSpec(
         run=f"stage-{uuid.uuid4().hex[:16]}",
         key=f"{request.ref} {first.version} {request.ref.cache_dir}",
         label=request.label,
-        table=ChunkTable(first.files, chunk_bytes_for(smallest_bytes)),
+        table=ChunkTable(first.files, chunk_bytes_for(smallest_window_bytes(nodes))),
         nodes={node.node_id: node.label for node in nodes},
     )
     deadline.enter("stage")
-    state = _Staging(StageRequest(spec, request.ref), nodes, deadline, progress).run()
-    report.notes = list(state.notes)
+    state = StagingCalls(StageRequest(spec, request.ref), nodes, deadline, progress).run()
+    report_of_nodes(report, state, nodes, spec.table.nbytes)
     if whole_bytes:
         report.notes.append(f"the source gives no parts of files: {nodes[0].label} fetched them whole")
+        first_node = next((node for node in report.nodes if node.node_id == nodes[0].node_id), None)
+        if first_node is not None:
+            first_node.fetched_bytes += whole_bytes
+    return report
+
+
+def report_of_nodes(
+    report: StageReport, state: StageState, nodes: Sequence[Node], total_bytes: int | None = None
+) -> None:
+    """Notes in a report how a run ended on some nodes.
+
+    Args:
+        report: Takes it.
+        state: Of the run.
+        nodes: Those that were asked for.
+        total_bytes: What a node has that is finished; by default what it said.
+    """
+    report.notes = list(state.notes)
     labels = {node.node: node.label for node in state.nodes}
     wanted = {node.node_id for node in nodes}
     # What all of them say is said once.
@@ -110,8 +136,8 @@ def stage_on_nodes(
             node.label,
             node.node,
             node.state,
-            spec.table.nbytes if node.state == "finished" else node.has_bytes,
-            node.fetched_bytes + (whole_bytes if node.node == nodes[0].node_id else 0),
+            total_bytes if total_bytes is not None and node.state == "finished" else node.has_bytes,
+            node.fetched_bytes,
             node.received_bytes,
             node.sent_bytes,
             node.peak_store_bytes,
@@ -124,7 +150,11 @@ def stage_on_nodes(
         for node in state.nodes
         if node.node in wanted
     ]
-    return report
+
+
+def smallest_window_bytes(nodes: Sequence[Node]) -> int:
+    """What chunks may take of the smallest object store among some nodes."""
+    return min(window_of(int(node.resources.get("object_store_memory", 0))) for node in nodes)
 
 
 def _look_on_nodes(request: SourceRequest, nodes: Sequence[Node], deadline: Deadline) -> list[StageFiles]:
@@ -163,32 +193,28 @@ def chunk_bytes_for(window_bytes: int) -> int:
 
 
 @dataclass
-class _Staging:
-    """A run, as its driver sees it: calls that last as long as the nodes take part, and looks in between."""
+class StagingCalls:
+    """A run, as its driver sees it: calls that last as long as the nodes take part, and looks in between.
+
+    `run` does it all; or else `begin`, `step` as long as it is running, and in any case `leave`.
+    """
 
     request: StageRequest
     nodes: Sequence[Node]
     deadline: Deadline
     progress: Progress | None
+    needs_all: bool = False
+    """Whether a node whose agent dies again and again ends it all; else the others go on without it."""
     _calls: dict[Any, Node] = field(default_factory=dict)
     _tries: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> StageState:
         """Waits until all nodes have it."""
-        self._driver = f"{socket.gethostname()}:{os.getpid()}:{self.request.spec.run}"
-        self._coordinator = make_coordinator()
         try:
-            state = self._look()
-            if state.run != self.request.spec.run:
-                # Somebody else's run brings the same.
-                spec = replace(self.request.spec, run=state.run)
-                self.request = replace(self.request, spec=spec)
-            self._start(self.nodes)
+            state = self.begin()
             while state.state == "running":
-                self._take_ended()
-                state = self._look()
-                self._show(state)
-                if self.deadline.remaining_s() == 0:
+                state = self.step()
+                if state.state == "running" and self.deadline.remaining_s() == 0:
                     raise StagingTimeout(
                         f"{self.request.spec.label} was not staged after {self.deadline.timeout_s:g} s: "
                         f"{state.waiting}"
@@ -197,7 +223,33 @@ class _Staging:
                 raise state.error
             return state
         finally:
-            self._leave()
+            self.leave()
+
+    def begin(self) -> StageState:
+        """Asks the coordinator and the nodes for it."""
+        self._driver = f"{socket.gethostname()}:{os.getpid()}:{self.request.spec.run}"
+        self._coordinator = make_coordinator()
+        state = self.look()
+        if state.run != self.request.spec.run:
+            # Somebody else's run brings the same.
+            spec = replace(self.request.spec, run=state.run)
+            self.request = replace(self.request, spec=spec)
+        self._start(self.nodes)
+        return state
+
+    def step(self, wait_s: float | None = None) -> StageState:
+        """Looks at how it goes.
+
+        Args:
+            wait_s: How long to wait for something to happen; by default as long as suits so many nodes.
+
+        Raises:
+            RaywlError: A node refused to take part, or none is left.
+        """
+        self._take_ended(wait_s)
+        state = self.look()
+        self._show(state)
+        return state
 
     def _start(self, nodes: Sequence[Node]) -> None:
         agents = hold_agents(nodes, self.deadline)
@@ -206,7 +258,7 @@ class _Staging:
             call = agent.stage.options(concurrency_group=STAGE)
             self._calls[call.remote(self.request)] = node
 
-    def _look(self) -> StageState:
+    def look(self) -> StageState:
         """The run's state; tells the coordinator that this driver lives."""
         for attempt in range(1, _TRIES + 1):
             asked = self._coordinator.begin_stage.remote(self.request.spec, self._driver)
@@ -219,12 +271,13 @@ class _Staging:
                     raise from_ray(error, COORDINATOR) from None
         raise AssertionError
 
-    def _take_ended(self) -> None:
+    def _take_ended(self, wait_s: float | None) -> None:
         """Looks at calls that have ended before the run: an agent that died, or that refused."""
         if not self._calls:
             return
-        # A look at a thousand nodes is work for the coordinator.
-        wait_s = self.deadline.remaining_s(max(_TICK_S, len(self.nodes) * _TICK_S_PER_NODE))
+        if wait_s is None:
+            # A look at a thousand nodes is work for the coordinator.
+            wait_s = self.deadline.remaining_s(max(_TICK_S, len(self.nodes) * _TICK_S_PER_NODE))
         ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=wait_s)
         for call in ended:
             node = self._calls.pop(call)
@@ -235,13 +288,15 @@ class _Staging:
 
     def _agent_ended(self, node: Node, error: RaywlError) -> None:
         if not isinstance(error, NodeLostError):
-            state = self._look()
+            state = self.look()
             raise state.error or error
         tries = self._tries[node.node_id] = self._tries.get(node.node_id, 0) + 1
         if tries < _TRIES and node.node_id in {other.node_id for other in alive_nodes()}:
             with contextlib.suppress(NodeLostError):
                 self._start([node])
                 return
+        if self.needs_all:
+            raise error
         told = self._coordinator.drop_from_stage.remote(self.request.spec.run, node.node_id, error.reason)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(told, timeout=_CALL_S)
@@ -252,7 +307,8 @@ class _Staging:
         if self.progress is not None and state.total_bytes:
             self.progress(min(state.done_bytes, state.total_bytes), state.total_bytes, "stage")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Ends it, if it hasn't ended."""
         run = self.request.spec.run
         with contextlib.suppress(Exception):
             self._coordinator.leave_stage.remote(run, self._driver)

@@ -401,7 +401,7 @@ class StageWork:
             began_s, nbytes = time.monotonic(), 0
             self._fetch_meter.begin()
             try:
-                nbytes = self._files.fetch(chunk, self._stop)
+                nbytes = self._bring(chunk)
             except CheckpointError:
                 raise
             except (RaywlError, OSError) as error:
@@ -415,6 +415,10 @@ class StageWork:
                     self._fetching.discard(chunk)
                     if not self._waiting_leases():
                         self._hurry.set()
+
+    def _bring(self, chunk: int) -> int:
+        """Fetches a chunk; returns the bytes that came from the source."""
+        return self._files.fetch(chunk, self._stop)
 
     def _waiting_leases(self) -> list[int]:
         return [c for c in self._lease_order if not self._has >> c & 1 and c not in self._fetching]

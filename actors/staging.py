@@ -14,14 +14,13 @@ from raywl.actors.opening import agree_on_nodes
 from raywl.actors.raycalls import Node, find_agents
 from raywl.actors.requests import check_options, request_for_nodes
 from raywl.actors.stage_driver import choose_nodes, stage_on_nodes, warm_nodes
+from raywl.actors.streaming import NOTHING_TO_STREAM, Stream, check_mode, open_for_stream
 from raywl.errors import NodeLostError, some_of
 from raywl.opening import Checkpoint
 from raywl.progress import Progress, make_progress
 from raywl.stage_report import StagedNode, StageReport
 
 __all__ = ["stage"]
-
-_MODES = ("cache",)
 
 
 def stage(
@@ -46,6 +45,8 @@ def stage(
             at.
         nodes: Ids or addresses of nodes; by default all that are alive.
         mode: `"cache"`: into each node's cache folder, where `open_checkpoint` and `launch` find it.
+            `"stream"`: past each node and nowhere: all weight files come to every node once, are checked, and
+            dropped. It shows what a `launch` with `stage_mode="stream"` has to expect of source and network.
         cache_dir: That folder, on every node; by default as each node's environment says.
         prefetch: Whether each node reads the files into its page cache as well, where they fit.
         address: As for `launch`.
@@ -64,11 +65,11 @@ def stage(
         StagingTimeout: `timeout_s` passed, or nothing moved any more; it says who holds what since when.
         ClusterError: As `launch`.
     """
-    if mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}")
+    check_mode("mode", mode)
     if cache_dir is not None:
         source = {**source, "cache_dir": cache_dir}
     check_options(source)
+    streamed = open_for_stream(ref, source) if mode == "stream" else None
     shown = make_progress(progress)
     deadline = Deadline(timeout_s, "stage")
     deadline.enter("connect")
@@ -76,20 +77,21 @@ def stage(
     group, chosen = f"stage-{uuid.uuid4().hex[:16]}", list[Node]()
     try:
         chosen = choose_nodes(nodes)
-        deadline.enter("look")
-        request = request_for_nodes(group, ref, source)
-        report = stage_on_nodes(request, chosen, deadline, shown)
-        if report is None:
-            report = StageReport(request.label, "", mode)
-            report.nodes = [StagedNode(node.label, node.node_id, "finished") for node in chosen]
-            report.notes.append("nothing to move: each node opened what it has, or fetched it by itself")
-        deadline.enter("open")
+        if streamed is not None:
+            deadline.enter("stream")
+            report = _stream_past(streamed, chosen, deadline, shown)
+        else:
+            deadline.enter("look")
+            request = request_for_nodes(group, ref, source)
+            report = stage_on_nodes(request, chosen, deadline, shown) or _nothing(request.label, mode, chosen)
         lost = [node for node in report.nodes if node.state == "lost"]
-        living = [node for node in chosen if node.node_id not in {other.node_id for other in lost}]
-        report.identity, _ = agree_on_nodes(request, living, deadline)
-        if prefetch:
-            deadline.enter("prefetch")
-            report.notes += warm_nodes(request, living, deadline)
+        if streamed is None:
+            deadline.enter("open")
+            living = [node for node in chosen if node.node_id not in {other.node_id for other in lost}]
+            report.identity, _ = agree_on_nodes(request, living, deadline)
+            if prefetch and mode == "cache":
+                deadline.enter("prefetch")
+                report.notes += warm_nodes(request, living, deadline)
         deadline.enter("")
         report.notes.insert(0, connection.note)
         report.seconds, report.phases = deadline.elapsed_s, dict(deadline.phases)
@@ -103,3 +105,25 @@ def stage(
         for agent in find_agents(chosen):
             agent.close.remote(group)
         disconnect(connection)
+
+
+def _nothing(label: str, mode: str, nodes: Sequence[Node]) -> StageReport:
+    """The report where nothing is to be moved."""
+    report = StageReport(label, "", mode)
+    report.nodes = [StagedNode(node.label, node.node_id, "finished") for node in nodes]
+    told = "nothing to move: each node opened what it has, or fetched it by itself"
+    report.notes.append(told if mode == "cache" else NOTHING_TO_STREAM)
+    return report
+
+
+def _stream_past(
+    checkpoint: Checkpoint, nodes: Sequence[Node], deadline: Deadline, progress: Progress | None
+) -> StageReport:
+    """Has all chunks come to every node once."""
+    stream = Stream(checkpoint, nodes, {}, deadline, progress)
+    try:
+        with stream.watched():
+            stream.begin()
+            return stream.finish()
+    finally:
+        stream.leave()

@@ -26,7 +26,7 @@ class StagedNode:
     state: str
     """`"finished"`, `"lost"`; or what it was when the report was made."""
     has_bytes: int = 0
-    """Bytes of the checkpoint that are on its disk."""
+    """Bytes of the checkpoint that are on its disk; or that passed, of a stream."""
     fetched_bytes: int = 0
     """From the source."""
     received_bytes: int = 0
@@ -49,7 +49,7 @@ class StageReport:
     identity: str
     """The checkpoint's identity, the same on every node."""
     mode: str
-    """`"cache"`."""
+    """`"cache"` or `"stream"`."""
     kind: str = "local"
     """What its source is: `hub`, a store's protocol, `local`."""
     nbytes: int = 0

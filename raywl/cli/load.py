@@ -40,6 +40,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add_source_arguments(parser)
     add_parallel_arguments(parser)
     add_weights_arguments(parser)
+    parser.add_argument(
+        "--stage-mode",
+        metavar="WORD",
+        default="cache",
+        help="how a remote checkpoint comes to the nodes; cache: to their disks (default); stream: straight "
+        "to the ranks",
+    )
     parser.add_argument("--strategy", metavar="WORD", help="how files are read (default auto)")
     parser.add_argument(
         "--address",
@@ -98,6 +105,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         address=args.address,
         strategy=args.strategy,
         release_page_cache=args.release_page_cache,
+        stage_mode=args.stage_mode,
         progress=out.progress(),
         **{**arguments, **sizes(args), **source_arguments(args)},
     ) as group:

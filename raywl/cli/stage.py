@@ -40,6 +40,12 @@ def add_parser(subparsers: Subparsers) -> None:
         dest="prefetch",
         help="don't read the files into the nodes' page caches",
     )
+    parser.add_argument(
+        "--mode",
+        metavar="WORD",
+        default="cache",
+        help="cache: into the nodes' cache folders (default); stream: past them, to see what it takes",
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="bounds it all")
     add_report_argument(parser)
 
@@ -51,6 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     report = raywl.stage(
         args.ref,
         nodes=args.nodes,
+        mode=args.mode,
         prefetch=args.prefetch,
         address=args.address,
         timeout_s=args.timeout,

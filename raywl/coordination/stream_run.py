@@ -46,7 +46,7 @@ class StreamRun:
     3. A chunk is leased only when it is among the next `in_flight` chunks of every node that needs it, and
        while the one that fetches it holds fewer than that. So a node has room for all that is under way to it
        and never waits for room with something in its hands. The lowest chunk of all that anybody needs
-       may always be leased: nobody waits for anything before it, so it comes and goes, and then the next does.
+       may always be leased: nobody waits for anything before it, so it comes and goes, and then the next.
     4. What a node held is gone with it, and is leased again if it is still needed.
     5. A chunk that a node can't fetch goes to the next one, to one that doesn't need it in the end. When none
        is left, or nothing moves any more, the run has failed, and every node and driver is told why.

@@ -130,7 +130,7 @@ def open_reader(
     num_local_ranks: int = 1,
     timeline: Timeline | None = None,
 ) -> Iterator[Reader]:
-    """The reader of a checkpoint: of its files, or of its feed if it is streamed. Arguments as of `Reader`."""
+    """The reader of a checkpoint: of its files, or of its feed if it is streamed. Arguments: see `Reader`."""
     source: Any = manifest.source
     if isinstance(source, StreamedSource):
         with _NoFiles(manifest, source.feed) as files:
@@ -155,7 +155,7 @@ class _NoFiles(OpenFiles):
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[int]:
         raise CheckpointError(self._manifest.source.label(name), None, "is streamed: there is no file here")
-        yield
+        yield -1  # type: ignore[unreachable]
 
     def fs_type(self, name: str) -> str:
         return ""

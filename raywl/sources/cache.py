@@ -19,11 +19,11 @@ import hashlib
 import os
 import re
 import secrets
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from raywl.errors import CapacityError, SourceError
+from raywl.sources.digest import Digest, strongest
 from raywl.sources.parts import disk_error
 
 __all__ = ["Repository", "cache_root", "check_hash", "check_room", "store_folder"]
@@ -31,8 +31,6 @@ __all__ = ["Repository", "cache_root", "check_hash", "check_room", "store_folder
 _PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_READABLE = 80
 _BLOCK_BYTES = 8 << 20
-_STRONGEST = ("sha256", "sha1", "git", "md5", "crc32")
-"""Hashes that sources give; the first of them is compared. `git` is SHA-1 after a header with the length."""
 
 
 def cache_root(cache_dir: str | None) -> str:
@@ -158,7 +156,7 @@ def check_hash(path: str, known: Mapping[str, str], wrong: Callable[[str], Sourc
     Returns:
         Whether there was one to compare with.
     """
-    kind = next((kind for kind in _STRONGEST if kind in known), None)
+    kind = strongest(known)
     if kind is None:
         return False
     got = _hash(path, kind)
@@ -168,16 +166,8 @@ def check_hash(path: str, known: Mapping[str, str], wrong: Callable[[str], Sourc
 
 
 def _hash(path: str, kind: str) -> str:
-    crc = 0
-    digest = (
-        None if kind == "crc32" else hashlib.new("sha1" if kind == "git" else kind, usedforsecurity=False)
-    )
-    if digest is not None and kind == "git":
-        digest.update(b"blob %d\0" % os.path.getsize(path))
+    digest = Digest(kind, os.path.getsize(path))
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
-            if digest is None:
-                crc = zlib.crc32(block, crc)
-            else:
-                digest.update(block)
-    return f"{crc:08x}" if digest is None else digest.hexdigest()
+            digest.update(block)
+    return digest.hex()

@@ -13,7 +13,7 @@ from raywl.sources.local import LocalSource
 from raywl.sources.modelscope_pin import ModelScopePin
 from raywl.sources.store import Seen, StorePin, shown_url
 
-__all__ = ["Pin", "local_path", "pin", "resolve"]
+__all__ = ["Pin", "is_remote", "local_path", "pin", "resolve"]
 
 Pin = HubPin | ModelScopePin | StorePin
 """One state of a remote checkpoint, and how to get it."""
@@ -149,6 +149,15 @@ def local_path(ref: str | os.PathLike[str]) -> str:
     if scheme and scheme[1].lower() in _LOCAL and not os.path.lexists(name):
         return name[scheme.end() :]
     return name
+
+
+def is_remote(ref: str | os.PathLike[str] | Pin) -> bool:
+    """Whether a ref names something that isn't on this machine's file systems.
+
+    Raises:
+        ValueError: It is of an unknown kind.
+    """
+    return isinstance(ref, Pin) or _kind_of(ref) != "local"
 
 
 def _kind_of(ref: str | os.PathLike[str]) -> str:

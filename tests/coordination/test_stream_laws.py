@@ -1,5 +1,5 @@
-"""Laws of streams, whatever nodes do: all that is needed arrives, with windows of any size, and no more than a
-window is ever in a node's hands."""
+"""Laws of streams, whatever nodes do: all that is needed arrives, with windows of any size, and no more than
+a window is ever in a node's hands."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ TestStreaming.settings = settings(
     seed=st.integers(0, 1 << 30),
 )
 def test_every_window_is_wide_enough(lacks, in_flight, whole, seed):
-    """Nodes work in any order, each a bit at a time: no deadlock, and nothing that nobody needs is fetched."""
+    """Nodes work in any order, a bit at a time: no deadlock, and nothing that nobody needs is fetched."""
     order = random.Random(seed)
     machine = Streaming()
     machine.begin(lacks + [0] * (4 - len(lacks)), in_flight)
@@ -357,6 +357,26 @@ def test_one_that_needs_nothing_fetches_where_the_others_can_not():
     assert taken.keep == 1
     route = unpack_route(report("n0", 0b101, answered=first.serial + 1).routes[0])
     assert (route.chunk, route.source) == (0, 1)
+
+
+def test_the_first_chunk_of_all_may_exceed_the_window():
+    """n0 holds as much as it may, for a node that waits for what only n0 can still fetch."""
+    spec = spec_of(1, ["n0", "n1", "n2"])
+    board = StagingBoard(1)
+    board.begin(spec, "driver", 0.0)
+    tickets = {name: board.join(spec, name, 0, (), (), 0.0) for name in spec.nodes}
+
+    def report(name, needs, **more):
+        return board.report(NodeReport("run", name, tickets[name], num_wanted=2, needs=needs, **more), 1.0)
+
+    report("n1", 0b01)
+    report("n2", 0b10)
+    assert report("n0", 0b10).leases == (1,)
+    assert report("n1", 0b01).leases == (0,)
+    assert report("n0", 0b00, holds=0b10).leases == ()
+    error = SourceError("s3://bucket", "refused", status=500)
+    report("n1", 0b01, failed=(FetchFailure(0, error),))
+    assert report("n0", 0b00, holds=0b10).leases == (0,)
 
 
 def test_silence_has_an_end():

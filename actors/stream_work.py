@@ -286,7 +286,8 @@ class StreamWork(StageWork):
     def _told_notes(self) -> tuple[str, ...]:
         notes = list(self._notes)
         if self._num_hashed:
-            notes.append(f"{self._num_hashed} files were hashed as they passed, and are right")
+            files = "1 file was" if self._num_hashed == 1 else f"{self._num_hashed} files were"
+            notes.append(f"{files} hashed on the way, and right")
         if self._early_bytes:
             told = format_bytes(self._early_bytes)
             notes.append(f"{told} were fetched beside the stream, as loaders looked at values")

@@ -227,7 +227,9 @@ def load_by_stream(
             stream.begin()
             reports = load(replace(job, stream=stream.job), on_tick=stream.tick)
         try:
-            return reports, stream.finish()
+            staged = stream.finish()
+            staged.notes += [f"{node.node}: {note}" for node in staged.nodes for note in node.notes]
+            return reports, staged
         except RaywlError as error:
             error.partly_loaded = True
             raise

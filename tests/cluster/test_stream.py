@@ -110,6 +110,8 @@ def homes(tmp_path_factory, s3):
                 "HOME": str(folder),
                 "RAYWL_CACHE": str(folder / "cache"),
                 "HF_HOME": str(folder / "hub"),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
                 "TMPDIR": str(folder / "tmp"),
                 "RAYWL_STAGE_WINDOW_BYTES": str(WINDOW_BYTES),
             },
@@ -194,7 +196,7 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def wanted(folder, files, factory=Model, tp_size=2) -> list[dict[str, torch.Tensor]]:
+def wanted(folder, files, factory=Model, tp_size=2, shards=SHARDS) -> list[dict[str, torch.Tensor]]:
     """The parameters of each rank as they are after a load from local files."""
     folder.mkdir(exist_ok=True)
     for name, data in files.items():
@@ -204,7 +206,7 @@ def wanted(folder, files, factory=Model, tp_size=2) -> list[dict[str, torch.Tens
         context = raywl.ParallelContext(tp_rank=rank, tp_size=tp_size)
         with context:
             model = factory(context)
-        raywl.load_into(model, folder, parallel=context, shards=SHARDS if tp_size > 1 else None)
+        raywl.load_into(model, folder, parallel=context, shards=shards if tp_size > 1 else None)
         found.append(parameters(model))
     return found
 
@@ -237,8 +239,9 @@ def test_a_loader_that_looks_at_values_and_a_reload(store, tmp_path):
     """What is looked at is fetched by itself, and told; cuts over two nodes; then another one in place."""
     files, other = files_of(2), files_of(3)
     ref, second = put(store, "peek", files), put(store, "other", other)
-    with launch(ref, Peeking, tp_size=4, dp_size=1) as group:
-        check_same(group.run(parameters), wanted(tmp_path / "local", files, Peeking, tp_size=4))
+    shards = {name: spec for name, spec in SHARDS.items() if name != "w1.weight"}
+    with launch(ref, Peeking, tp_size=4, dp_size=1, shards=shards) as group:
+        check_same(group.run(parameters), wanted(tmp_path / "local", files, Peeking, 4, shards))
         told = " ".join(group.report.notes)
         assert "2.0 KiB were fetched beside the stream" in told
         # Rows of it are cut over both nodes, so that nobody sees all of the file.
@@ -247,7 +250,7 @@ def test_a_loader_that_looks_at_values_and_a_reload(store, tmp_path):
         store.forget()
         report = group.reload(second, timeout_s=TIMEOUT_S)
         assert group.run(lambda model: [p.data_ptr() for p in model.parameters()]) == before
-        check_same(group.run(parameters), wanted(tmp_path / "other", other, Peeking, tp_size=4))
+        check_same(group.run(parameters), wanted(tmp_path / "other", other, Peeking, 4, shards))
         assert "streamed" in " ".join(report.notes)
         assert store.num_bytes("/bucket/other/*") <= 1.03 * sum(map(len, other.values()))
 
@@ -256,10 +259,12 @@ def test_what_nobody_wants_stays_where_it_is(store, tmp_path):
     """A model that has one of three files: no byte of the others but their headers leaves the source."""
     files = files_of(4)
     ref = put(store, "part", files)
-    with launch(ref, Half, tp_size=1, dp_size=2, shards=None, strict=False) as group:
+    with pytest.warns(UserWarning, match="no place"):
+        group = launch(ref, Half, tp_size=1, dp_size=2, shards=None, strict=False)
+    with group:
         held = tensors(4)["w1.weight"]
         assert all(torch.equal(one["w1.weight"], held) for one in group.run(parameters))
-    assert store.num_bytes("/bucket/part/model-00001*") < 10_000
+    assert store.num_bytes("/bucket/part/model-00001*") < 20_000
     assert store.num_bytes("/bucket/part/model-00002*") <= 1.01 * len(
         files["model-00002-of-00003.safetensors"]
     )
@@ -309,6 +314,7 @@ def test_a_server_without_ranges(homes, monkeypatch):
             launch(f"{web.url}/m")
 
 
+@pytest.mark.slow
 def test_from_a_hub(homes, monkeypatch, tmp_path):
     """Each byte once; the commit is what is loaded; no file in the hub's cache of any node."""
     files = files_of(7)
@@ -365,6 +371,7 @@ def test_wrong_bytes(store, homes):
     assert "node" in str(caught.value.where)
 
 
+@pytest.mark.slow
 def test_an_agent_is_killed(store, homes, tmp_path):
     """kill -9 in mid-stream: Ray starts it again, the ranks tell it what they lack, what it held is fetched
     again."""
@@ -385,6 +392,7 @@ def test_an_agent_is_killed(store, homes, tmp_path):
     assert store.num_bytes("/bucket/killed/*") <= 1.5 * sum(map(len, files.values()))
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed(store, homes):
     """kill -9 in mid-stream: the error names it, and nothing is left of the others."""
     ref = put(store, "dead", files_of(10))
@@ -412,6 +420,7 @@ def is_of_this_session(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs(store, homes):
     """The deadline holds, and the error says who waits for which bytes."""
     ref = put(store, "silent", files_of(11))
@@ -419,11 +428,12 @@ def test_a_source_that_hangs(store, homes):
     store.fail("/bucket/silent/model-00002*", "hang", after_bytes=1000)
     began_s = time.monotonic()
     with pytest.raises(RaywlError) as caught:
-        launch(checkpoint, timeout_s=45.0)
-    assert time.monotonic() - began_s < 75.0
+        launch(checkpoint, timeout_s=30.0)
+    assert time.monotonic() - began_s < 60.0
     assert "model-00002-of-00003.safetensors" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_source_that_cuts(store, homes, tmp_path):
     """It goes on from the byte where it broke off."""
     files = files_of(12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from raywl.coordination.chunks import all_bits, each_bit, lowest_bit
 from raywl.coordination.stage_members import Member, Members
@@ -25,6 +26,7 @@ __all__ = ["StreamRun"]
 
 _MIN_REPORT_S, _MAX_REPORT_S = 0.2, 2.0
 _REPORTS_PER_S = 500
+_JUDGE_S = 1.0
 _MAX_TRIES = 16
 """Nodes that may fail to fetch a chunk before all are told."""
 _PAUSE_S, _MAX_PAUSE_S = 5.0, 60.0
@@ -63,6 +65,8 @@ class StreamRun:
         self._members = Members()
         self._needs: dict[str, int] = {}
         """Node to what it needs, as it last said: also of one that is starting again."""
+        self._later: dict[str, int] = {}
+        """Node to those of them that it has no room for yet."""
         self._told: set[str] = set()
         """Members that have said what they need since they joined."""
         self._at_first: dict[str, int] = {}
@@ -74,7 +78,7 @@ class StreamRun:
         self._best: dict[str, int] = {}
         """The highest step of each node."""
         self._done = False
-        self._moved_s = now_s
+        self._moved_s = self._judged_s = now_s
 
     # --- what nodes say ---
 
@@ -130,7 +134,9 @@ class StreamRun:
         """Does what is due at this time. All events call it; to be called without any, too."""
         for member in self._members.expired(now_s):
             self._remove(member)
-        self._take_overdue(now_s)
+        if now_s - self._judged_s >= _JUDGE_S:
+            self._judged_s = now_s
+            self._take_overdue(now_s)
         if any(member.node not in self._told for member in self._members):
             # Ranks build their models; for how long is their driver's business.
             self._moved_s = now_s
@@ -151,6 +157,7 @@ class StreamRun:
         if node in self._labels and node not in self._given_up:
             self._given_up.add(node)
             self._needs.pop(node, None)
+            self._later.pop(node, None)
             self.notes.append(f"node {self._labels[node]} was lost: {why}")
             for check in (self._checks or {}).pop(node, ()):
                 self.notes.append(f"{self._table.files[check.file][0]}: not checked, with that node")
@@ -231,10 +238,15 @@ class StreamRun:
     def _too_early(self) -> int:
         """Chunks that some node has no room for yet."""
         found = 0
-        for needs in self._needs.values():
-            if needs.bit_count() > self.spec.in_flight:
-                found |= needs & ~all_bits(_nth_bit(needs, self.spec.in_flight) + 1)
+        for later in self._later.values():
+            found |= later
         return found
+
+    def _beyond(self, needs: int) -> int:
+        """Of what a node needs, all but the first `in_flight`."""
+        if needs.bit_count() <= self.spec.in_flight:
+            return 0
+        return needs & ~all_bits(_nth_bit(needs, self.spec.in_flight) + 1)
 
     def _tried_in_vain(self) -> int:
         """Chunks that no member that needs them can fetch."""
@@ -257,6 +269,7 @@ class StreamRun:
             if member.node not in self._told or needs != before:
                 self._moved_s = now_s
             self._needs[member.node] = needs
+            self._later[member.node] = self._beyond(needs)
             self._told.add(member.node)
             self._at_first.setdefault(member.node, needs)
         needed = self._needed()
@@ -421,7 +434,7 @@ class StreamRun:
                 found |= {chunk: other.index for chunk in other.leases if needs >> chunk & 1}
         for other in self._members:
             if other is not member:
-                found |= dict.fromkeys(each_bit(other.has & needs), other.index)
+                found |= dict.fromkeys(_few(other.has & needs), other.index)
         return array("Q", [pack_route(chunk, found[chunk], NOBODY) for chunk in sorted(found)])
 
     def _name(self, node: str) -> str:
@@ -460,9 +473,17 @@ class StreamRun:
         )
 
 
+def _few(bits: int) -> Iterator[int]:
+    """The numbers in a set of a few that are near to each other, which may be large."""
+    if bits:
+        low = lowest_bit(bits)
+        yield from (low + number for number in each_bit(bits >> low))
+
+
 def _nth_bit(bits: int, count: int) -> int:
     """The `count`-th smallest number of a set that has more than that."""
-    numbers = each_bit(bits)
-    for _ in range(count - 1):
-        next(numbers)
-    return next(numbers)
+    low, width = lowest_bit(bits), 64
+    bits >>= low
+    while (bits & all_bits(width)).bit_count() < count:
+        width *= 2
+    return low + next(islice(each_bit(bits & all_bits(width)), count - 1, None))

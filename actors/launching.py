@@ -163,6 +163,9 @@ def launch(
     Raises:
         ValueError: Sizes that don't divide, or an unknown word.
         CheckpointError: The checkpoint is damaged, doesn't fit, or isn't the same on every node.
+        CorruptFileError: Of a stream, a file's hash isn't what the source announced.
+        SourceError: The source can't be reached or refuses; or gives no parts of files, and so can't be
+            streamed.
         NotFoundError: Nodes lack it; they are named.
         CapacityError: The cluster has too few CPUs or GPUs, or they stay in use.
         NodeLostError: A rank or its node died.

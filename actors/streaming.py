@@ -25,7 +25,8 @@ from raywl.coordination import ChunkTable, StageSpec, StageState
 from raywl.errors import RaywlError, SourceError, StagingTimeout, some_of
 from raywl.opening import Checkpoint, open_checkpoint
 from raywl.progress import Progress
-from raywl.sources import CachedSource, is_remote
+from raywl.sources import CachedSource
+from raywl.sources.resolve import is_remote
 from raywl.stage_report import StageReport
 from raywl.text import format_bytes
 

@@ -47,7 +47,8 @@ class LoadReport:
     bytes_by_file: dict[str, int] = field(default_factory=dict)
     """Of `bytes_read`, by file."""
     bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Bytes by where they came from: `files` of this node; `hub`, what was downloaded for this load."""
+    """Bytes by where they came from: `files` of this node; `chunks` of a stream; `hub`, what was downloaded
+    for this load."""
     seconds: float = 0.0
     """Wall time of the whole call."""
     phases: dict[str, float] = field(default_factory=dict)

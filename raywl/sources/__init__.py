@@ -7,7 +7,7 @@ from raywl.sources.hub_source import HubSource
 from raywl.sources.local import LocalSource
 from raywl.sources.modelscope_pin import ModelScopePin
 from raywl.sources.modelscope_source import ModelScopeSource
-from raywl.sources.resolve import Pin, is_remote, local_path, pin, resolve
+from raywl.sources.resolve import Pin, local_path, pin, resolve
 from raywl.sources.store import StorePin, StoreSource, shown_url
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Source",
     "StorePin",
     "StoreSource",
-    "is_remote",
     "local_path",
     "pin",
     "resolve",

@@ -31,8 +31,8 @@ OPTIONS = {
     | SOURCE
     | GROUP
     | WEIGHTS
-    | {"--strategy", "--address", "--report", "--trace", "--release-page-cache"},
-    "stage": COMMON | SOURCE | {"--address", "--node", "--no-prefetch", "--timeout", "--report"},
+    | {"--strategy", "--stage-mode", "--address", "--report", "--trace", "--release-page-cache"},
+    "stage": COMMON | SOURCE | {"--address", "--node", "--mode", "--no-prefetch", "--timeout", "--report"},
     "status": COMMON | {"--address", "--cache-dir"},
     "prune": COMMON | {"--address", "--cache-dir", "--older-than", "--max-size", "--dry-run"},
     "convert": COMMON | SOURCE | {"OUT", "--max-shard-size"},

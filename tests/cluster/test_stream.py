@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import nn
 
 import raywl
+from raywl.cli import main
 from raywl.errors import CorruptFileError, NodeLostError, RaywlError, SourceError
 from tests.cluster.conftest import connected, eventually, ray_cluster
 from tests.cluster.parts import Part, is_gone
@@ -287,6 +288,20 @@ def test_past_all_nodes(store):
     assert sum(hashed) == 3
     assert seen[-1] == (2 * nbytes, 2 * nbytes, "stage")
     assert store.num_bytes("/bucket/past/*") <= 1.02 * nbytes
+
+
+def test_on_the_command_line(store, capsys):
+    """`raywl stage --mode` and `raywl load --stage-mode`; an unknown word is wrong usage."""
+    ref = put(store, "told", files_of(13))
+    assert main(["stage", ref, "--mode", "stream", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mode"] == "stream"
+    assert told["bytes_from_source"] <= told["nbytes"]
+    assert main(["load", ref, "--tp", "2", "--stage-mode", "stream", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["bytes_by_source"].keys() == {"s3", "chunks"}
+    assert main(["stage", ref, "--mode", "memory"]) == 2
+    assert main(["load", ref, "--stage-mode", "memory"]) == 2
 
 
 def test_usage(store, tmp_path):

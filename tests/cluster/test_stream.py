@@ -22,7 +22,7 @@ from raywl.errors import CorruptFileError, NodeLostError, RaywlError, SourceErro
 from tests.cluster.conftest import connected, eventually, ray_cluster
 from tests.cluster.parts import Part, is_gone
 from tests.hub_server import HubServer
-from tests.s3_server import S3Server
+from tests.s3_server import KEY, SECRET, S3Server
 from tests.web_server import WebServer
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ WINDOW_BYTES = 2 * MIB
 ROWS, COLUMNS = 1024, 1024
 TIMEOUT_S = 120.0
 SHARDS = {f"w{number}.weight": raywl.Shard(number % 2) for number in range(3)}
-KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class Model(nn.Module):
@@ -182,10 +182,7 @@ def spilled() -> list[Path]:
 
 
 def put(s3: S3Server, name: str, files: dict[str, bytes]) -> str:
-    for key, data in files.items():
-        s3.put("bucket", f"{name}/{key}", data)
-    s3.forget()
-    return f"s3://bucket/{name}"
+    return s3.add("bucket", files, f"{name}/")
 
 
 def launch(ref, factory=Model, **arguments) -> raywl.RankGroup:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # Before anything imports ray or a hub client. The path is short, since sockets lie below it.
 _OWN = Path(tempfile.mkdtemp(prefix="rw", dir="/tmp"))
@@ -31,6 +32,9 @@ os.environ.pop("RAY_ADDRESS", None)
 # A run in the background ignores interrupts, and what it starts would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _LEAVE_S = 30.0
+# How long an example takes says more about the machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def _of_this_run() -> list[psutil.Process]:

@@ -79,10 +79,15 @@ class S3Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        from moto.s3.models import s3_backends
+
         self.mend()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        # What moto keeps belongs to the process: the next server would have it, too.
+        for backends in s3_backends.values():
+            backends.reset()
 
     def add(self, bucket: str, files: dict[str, bytes], prefix: str = "m/") -> str:
         """Puts objects into a bucket, which is made if need be; returns the URL of the prefix."""

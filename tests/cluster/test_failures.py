@@ -215,7 +215,7 @@ def test_wrong_usage_starts_nothing(checkpoint):
         ({"tp_size": 2, "ep_size": 3}, "ep_size 3 does not divide"),
         ({"tp_size": 0}, "tp_size must be at least 1"),
         ({"replicas": 0}, "replicas"),
-        ({"stage_mode": "stream"}, "stage_mode"),
+        ({"stage_mode": "memory"}, "stage_mode"),
         ({"placement": "NEAR"}, "PACK"),
         ({"init_distributed": "yes"}, "init_distributed"),
         ({"timeout_s": 0}, "timeout_s"),

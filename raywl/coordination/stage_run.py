@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from raywl.coordination.any_run import MAX_MISSES, MIN_REPORT_S, AnyRun
 from raywl.coordination.chunks import each_bit, lowest_bit
-from raywl.coordination.stage_members import Member, Members
-from raywl.coordination.stage_messages import (
-    NOBODY,
-    FetchFailure,
-    NodeReport,
-    NodeState,
-    Orders,
-    StageSpec,
-    StageState,
-    Ticket,
-    pack_route,
-)
+from raywl.coordination.stage_members import Member
+from raywl.coordination.stage_messages import NOBODY, NodeReport, Orders, StageSpec, Ticket, pack_route
 from raywl.coordination.stage_routes import RoutePlanner
-from raywl.errors import ClusterError, StagingTimeout, some_of
 
 __all__ = ["StageRun"]
 
-_MIN_REPORT_S, _MAX_REPORT_S = 0.2, 2.0
-_REPORTS_PER_S = 500
-"""What one actor can answer, with some to spare for other calls."""
 _JUDGE_S = 1.0
-_MAX_TRIES = 16
-"""Nodes that may fail to fetch a chunk before all are told."""
-_PAUSE_S, _MAX_PAUSE_S = 5.0, 60.0
-"""How long a node that couldn't fetch gets no new leases: doubled each time until it can again."""
-_MAX_MISSES = 3
-"""A node that so often couldn't get a chunk from others fetches it itself."""
 
 
-class StageRun:
+class StageRun(AnyRun):
     """The state of one run. Pure: events in, answers out, `now_s` from the caller's clock.
 
     A chunk is free (nobody has it or fetches it), leased to one node, or had by somebody. Nodes report what
@@ -54,29 +35,21 @@ class StageRun:
     """
 
     def __init__(self, spec: StageSpec, epoch: int, now_s: float) -> None:
-        self.spec, self.epoch = spec, epoch
-        self.error: Exception | None = None
-        self.notes: list[str] = []
-        self._table = spec.table
-        self._labels = dict(spec.nodes)
-        self._given_up: set[str] = set()
-        self._members = Members()
+        super().__init__(spec, epoch, now_s)
         self._planner = RoutePlanner(spec.table, self._members)
         self._free = spec.table.everything
         self._leased = self._again = 0
         """Chunks with a lease; of them those that somebody has who can't pass them to everybody."""
         self._holder: dict[int, Member] = {}
         """Chunk to who has the lease of it."""
-        self._failures: dict[int, dict[str, Exception]] = {}
-        """Chunk that nobody has to the nodes that couldn't fetch it, and why."""
         self._best: dict[str, tuple[int, int]] = {}
         """The most that each node ever had, and its highest step: only more than that counts as movement."""
         self._vain_until_s: dict[int, float] = {}
         """Chunk to when to look again for somebody else who has it."""
         self._spoiled: set[int] = set()
-        self._settled = self._done = False
+        self._settled = False
         self._settle_s = now_s + spec.settle_s
-        self._moved_s = self._judged_s = now_s
+        self._judged_s = now_s
 
     # --- what nodes say ---
 
@@ -118,7 +91,7 @@ class StageRun:
         member = self._members.get(report.node)
         if member is None or report.ticket != Ticket(self.epoch, member.number) or member.must_join:
             why = "it was silent for too long" if member is None else "it has joined again since"
-            return Orders("join", why, next_s=_MIN_REPORT_S)
+            return Orders("join", why, next_s=MIN_REPORT_S)
         member.expires_s = now_s + self.spec.node_lease_s
         member.last = report
         if report.answered == member.serial:
@@ -151,10 +124,7 @@ class StageRun:
         self._members.note_rates()
         self._planner.judge(self._leased)
         self._take_overdue(now_s)
-        still_s = now_s - self._moved_s
-        if self.state == "running" and still_s >= self.spec.stall_s:
-            text = f"{self.spec.label}: nothing has moved for {still_s:.0f} s: {self.waiting(now_s)}"
-            self.fail(StagingTimeout(text))
+        self._check_stall(now_s)
 
     # --- what drivers say and ask ---
 
@@ -174,52 +144,6 @@ class StageRun:
             self.notes.append(f"node {self._labels[node]} was lost: {why}")
         self._settle(now_s)
         self._check_done()
-
-    def fail(self, error: Exception) -> None:
-        """Ends the run with an error; the first one counts."""
-        if self.state == "running":
-            self.error = error
-
-    @property
-    def state(self) -> str:
-        """`"running"`, `"done"` or `"failed"`."""
-        return "failed" if self.error is not None else "done" if self._done else "running"
-
-    def status(self, now_s: float) -> StageState:
-        """All that is known, for a driver or a person."""
-        self.tick(now_s)
-        nodes = tuple(map(self._node_state, self._labels))
-        counted = [node for node in nodes if node.state != "lost" and node.guest_of is None]
-        return StageState(
-            self.spec.run,
-            self.state,
-            sum(node.has_bytes for node in counted),
-            self._table.nbytes * len(counted),
-            nodes,
-            self.error,
-            tuple(self.notes),
-            self.waiting(now_s) if self.state == "running" else "",
-        )
-
-    def waiting(self, now_s: float) -> str:
-        """Who holds what since when, and who isn't done, in a few words."""
-        leases = sorted((since_s, chunk) for m in self._members for chunk, since_s in m.leases.items())
-        held = [
-            f"{self._name(self._holder[chunk].node)} fetches chunk {chunk} ({self._table.describe(chunk)}) "
-            f"since {now_s - since_s:.0f} s"
-            for since_s, chunk in leases[:4]
-        ]
-        held += [f"{len(leases) - 4} more leases"] if len(leases) > 4 else []
-        nodes = [self._not_done(node, now_s) for node in self._labels if node not in self._given_up]
-        told = [text for text in nodes if text]
-        if free := self._free.bit_count():
-            held.append(f"{free} of {self._table.num_chunks} chunks are with nobody")
-        failed = {
-            self._name(node): error for nodes in self._failures.values() for node, error in nodes.items()
-        }
-        held += [f"not done: {some_of(told, 4)}"] if told else []
-        held += [f"{node} failed: {error}" for node, error in list(failed.items())[:2]]
-        return "; ".join(held) or "everybody is done"
 
     # --- leases ---
 
@@ -250,8 +174,7 @@ class StageRun:
         """Leases the lowest free chunks to a node, and no more than its share of what is left."""
         if not self._settled or self.state != "running":
             return
-        if now_s < member.paused_until_s and any(m.paused_until_s <= now_s for m in self._members.receivers):
-            # Others can, and when nobody can, that should be known soon.
+        if self._rests(member, now_s):
             return
         free = self._free & ~member.refused
         if not free or len(member.leases) >= num_wanted:
@@ -277,8 +200,8 @@ class StageRun:
         self._leased &= ~bit
         self._again &= ~bit
 
-    def _drop_lease(self, chunk: int, member: Member) -> None:
-        """A lease ends with the chunk not fetched: it is free, or as it was before it was fetched again."""
+    def _drop_lease(self, chunk: int, member: Member) -> bool:
+        # The chunk is free, or as it was before it was fetched again.
         again = self._again >> chunk & 1
         self._end_lease(chunk)
         self._planner.routes.clear(chunk)
@@ -288,40 +211,7 @@ class StageRun:
             self._planner.routes.set(chunk, other.index)
         else:
             self._free |= 1 << chunk
-
-    def _fetch_failed(self, member: Member, failure: FetchFailure, now_s: float) -> None:
-        if self._holder.get(failure.chunk) is member:
-            if now_s >= member.paused_until_s:
-                member.pause_s = min(_MAX_PAUSE_S, max(_PAUSE_S, 2 * member.pause_s))
-                member.paused_until_s = now_s + member.pause_s
-            self._pass_on(failure.chunk, member, failure.error)
-
-    def _pass_on(self, chunk: int, member: Member, error: Exception) -> None:
-        """A holder has failed: the chunk goes to the next, or, where none is left, the error to all."""
-        member.refused |= 1 << chunk
-        member.misses.pop(chunk, None)
-        self._drop_lease(chunk, member)
-        if self._free >> chunk & 1:
-            self._failures.setdefault(chunk, {})[member.node] = error
-            self._check_tried(chunk)
-
-    def _check_tried(self, chunk: int) -> None:
-        tried = self._failures[chunk]
-        if len(tried) < _MAX_TRIES and any(not m.refused >> chunk & 1 for m in self._members.receivers):
-            return
-        *others, (_, error) = tried.items()
-        for node, other in others:
-            error.add_note(f"also on node {self._name(node)}: {other}")
-        self.fail(error)
-
-    def _take_overdue(self, now_s: float) -> None:
-        """Passes on leases that were kept too long, where somebody else could take them."""
-        since_s = now_s - self.spec.chunk_lease_s
-        for chunk, member in [(c, m) for c, m in self._holder.items() if m.leases[c] <= since_s]:
-            if any(m is not member and not m.refused >> chunk & 1 for m in self._members.receivers):
-                told = f"held chunk {chunk} ({self._table.describe(chunk)}) for {self.spec.chunk_lease_s:g} s"
-                error = ClusterError(f"{told} without having fetched it", node=self._name(member.node))
-                self._pass_on(chunk, member, error)
+        return bool(self._free >> chunk & 1)
 
     def _not_passed(self, member: Member, chunk: int, provider: int, now_s: float) -> None:
         """A node couldn't get a chunk from another one: it gets another route, or a lease of its own."""
@@ -358,7 +248,7 @@ class StageRun:
         # One that hasn't spoken since may be dead, which is known soon.
         misses += asked.expires_s - self.spec.node_lease_s > last_s
         member.misses[chunk] = misses, now_s
-        return misses >= _MAX_MISSES
+        return misses >= MAX_MISSES
 
     def _another_holder(self, chunk: int, provider: int, now_s: float) -> Member | None:
         if now_s < self._vain_until_s.get(chunk, 0.0):
@@ -380,8 +270,7 @@ class StageRun:
         self._free = self._table.everything & ~self._members.held_by_any() & ~self._leased
         self._check_done()
         # It may have been the last that hadn't failed.
-        for chunk in list(self._failures):
-            self._check_tried(chunk)
+        self._check_all_tried()
 
     def _find_host(self, member: Member, shares: tuple[str, ...], now_s: float) -> Member:
         """Makes a node the guest of one that was there before it and has the same folder."""
@@ -423,11 +312,6 @@ class StageRun:
             member.finished = True
             self._check_done()
 
-    def _check_done(self) -> None:
-        # Once done it stays so: nodes may go then.
-        waiting = (self._members.get(node) for node in self._labels if node not in self._given_up)
-        self._done = self._done or all(member is not None and member.finished for member in waiting)
-
     # --- words ---
 
     def _orders(self, member: Member, report: NodeReport) -> Orders:
@@ -435,7 +319,7 @@ class StageRun:
             why = "" if self.error is None else str(self.error)
             return Orders("over", why, spoiled=tuple(sorted(self._spoiled)))
         member.serial += 1
-        next_s = min(_MAX_REPORT_S, max(_MIN_REPORT_S, len(self._members) / _REPORTS_PER_S))
+        next_s = self._next_s
         ids = tuple(self._members.ids[report.seen_nodes :])
         if member.guest_of is not None:
             host = self._members.get(member.guest_of)
@@ -448,37 +332,21 @@ class StageRun:
         leases = tuple(sorted(member.leases))
         return Orders("run", "", member.serial, leases, routes, seen, ids, next_s=next_s)
 
-    def _name(self, node: str) -> str:
-        return self._labels.get(node, node)
-
     def _not_done(self, node: str, now_s: float) -> str:
         member = self._members.get(node)
         if member is None:
             return f"{self._name(node)} (takes no part)"
         if member.finished:
             return ""
-        silent_s = self.spec.node_lease_s - (member.expires_s - now_s)
+        silent_s = self._silent_s(member, now_s)
         percent = 100 * member.has_bytes // max(1, self._table.nbytes)
         return f"{self._name(node)} (has {percent} %, last heard of {silent_s:.0f} s ago)"
 
-    def _node_state(self, node: str) -> NodeState:
-        member, label = self._members.get(node), self._name(node)
-        if member is None:
-            return NodeState(node, label, "lost" if node in self._given_up else "absent")
-        last = member.last or NodeReport(self.spec.run, node, Ticket(0, 0))
-        state = "finished" if member.finished else "guest" if member.guest_of else "working"
-        return NodeState(
-            node,
-            label,
-            state,
-            member.has_bytes,
-            last.fetched_bytes,
-            last.received_bytes,
-            last.sent_bytes,
-            last.peak_store_bytes,
-            last.fetch_bytes_per_s,
-            last.send_bytes_per_s,
-            member.slow,
-            member.guest_of,
-            last.notes,
-        )
+    def _num_with_nobody(self) -> int:
+        return self._free.bit_count()
+
+    def _bytes_for(self, node: str) -> int:
+        return self._table.nbytes
+
+    def _bytes_at(self, member: Member) -> int:
+        return member.has_bytes

@@ -6,36 +6,25 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
+from raywl.coordination.any_run import MAX_MISSES, MIN_REPORT_S, AnyRun
 from raywl.coordination.chunks import all_bits, each_bit, lowest_bit
-from raywl.coordination.stage_members import Member, Members
+from raywl.coordination.stage_members import Member
 from raywl.coordination.stage_messages import (
     NOBODY,
-    FetchFailure,
     FileCheck,
     NodeReport,
-    NodeState,
     Orders,
     StageSpec,
-    StageState,
     Ticket,
     pack_route,
 )
-from raywl.errors import ClusterError, StagingTimeout, some_of
 
 __all__ = ["StreamRun"]
 
-_MIN_REPORT_S, _MAX_REPORT_S = 0.2, 2.0
-_REPORTS_PER_S = 500
 _JUDGE_S = 1.0
-_MAX_TRIES = 16
-"""Nodes that may fail to fetch a chunk before all are told."""
-_PAUSE_S, _MAX_PAUSE_S = 5.0, 60.0
-"""How long a node that couldn't fetch gets no new leases: doubled each time until it can again."""
-_MAX_MISSES = 3
-"""A node that so often couldn't get a chunk from others fetches it itself."""
 
 
-class StreamRun:
+class StreamRun(AnyRun):
     """The state of one stream. Pure: events in, answers out, `now_s` from the caller's clock.
 
     Each node needs some chunks, until its ranks have taken them. A chunk that somebody needs is free, or
@@ -56,13 +45,7 @@ class StreamRun:
     """
 
     def __init__(self, spec: StageSpec, epoch: int, now_s: float) -> None:
-        self.spec, self.epoch = spec, epoch
-        self.error: Exception | None = None
-        self.notes: list[str] = []
-        self._table = spec.table
-        self._labels = dict(spec.nodes)
-        self._given_up: set[str] = set()
-        self._members = Members()
+        super().__init__(spec, epoch, now_s)
         self._needs: dict[str, int] = {}
         """Node to what it needs, as it last said: also of one that is starting again."""
         self._later: dict[str, int] = {}
@@ -73,12 +56,9 @@ class StreamRun:
         """Node to what it needed when it first said so."""
         self._checks: dict[str, list[FileCheck]] | None = None
         """Node to the files that it checks, once all have said what they need."""
-        self._failures: dict[int, dict[str, Exception]] = {}
-        """Chunk that nobody holds to the nodes that couldn't fetch it, and why."""
         self._best: dict[str, int] = {}
         """The highest step of each node."""
-        self._done = False
-        self._moved_s = self._judged_s = now_s
+        self._judged_s = now_s
 
     # --- what nodes say ---
 
@@ -111,11 +91,11 @@ class StreamRun:
         member = self._members.get(report.node)
         if member is None or report.ticket != Ticket(self.epoch, member.number):
             why = "it was silent for too long" if member is None else "it has joined again since"
-            return Orders("join", why, next_s=_MIN_REPORT_S)
+            return Orders("join", why, next_s=MIN_REPORT_S)
         member.expires_s = now_s + self.spec.node_lease_s
         if member.last is not None and report.answered < member.last.answered:
             # One that arrives late says what isn't so any more.
-            return Orders("join", "a later report of it came before", next_s=_MIN_REPORT_S)
+            return Orders("join", "a later report of it came before", next_s=MIN_REPORT_S)
         member.last = report
         if report.error is not None:
             self.fail(report.error)
@@ -140,10 +120,7 @@ class StreamRun:
         if any(member.node not in self._told for member in self._members):
             # Ranks build their models; for how long is their driver's business.
             self._moved_s = now_s
-        still_s = now_s - self._moved_s
-        if self.state == "running" and still_s >= self.spec.stall_s:
-            text = f"{self.spec.label}: nothing has moved for {still_s:.0f} s: {self.waiting(now_s)}"
-            self.fail(StagingTimeout(text))
+        self._check_stall(now_s)
 
     # --- what drivers say and ask ---
 
@@ -164,55 +141,7 @@ class StreamRun:
         self._check_done()
         self._check_all_tried()
 
-    def fail(self, error: Exception) -> None:
-        """Ends the run with an error; the first one counts."""
-        if self.state == "running":
-            self.error = error
-
-    @property
-    def state(self) -> str:
-        """`"running"`, `"done"` or `"failed"`."""
-        return "failed" if self.error is not None else "done" if self._done else "running"
-
-    def status(self, now_s: float) -> StageState:
-        """All that is known, for a driver or a person."""
-        self.tick(now_s)
-        nodes = tuple(map(self._node_state, self._labels))
-        counted = [node for node in nodes if node.state != "lost"]
-        return StageState(
-            self.spec.run,
-            self.state,
-            sum(node.has_bytes for node in counted),
-            sum(self._table.nbytes_of(self._at_first.get(node.node, 0)) for node in counted),
-            nodes,
-            self.error,
-            tuple(self.notes),
-            self.waiting(now_s) if self.state == "running" else "",
-        )
-
-    def waiting(self, now_s: float) -> str:
-        """Who holds what since when, and who isn't done, in a few words."""
-        leases = sorted((since_s, c, m) for m in self._members for c, since_s in m.leases.items())
-        held = [
-            f"{self._name(member.node)} fetches chunk {chunk} ({self._table.describe(chunk)}) since "
-            f"{now_s - since_s:.0f} s"
-            for since_s, chunk, member in leases[:4]
-        ]
-        held += [f"{len(leases) - 4} more leases"] if len(leases) > 4 else []
-        if free := (self._needed() & ~self._held() & ~self._leased()).bit_count():
-            held.append(f"{free} of {self._table.num_chunks} chunks are with nobody")
-        told = [text for node in self._living() if (text := self._not_done(node, now_s))]
-        held += [f"not done: {some_of(told, 4)}"] if told else []
-        failed = {
-            self._name(node): error for nodes in self._failures.values() for node, error in nodes.items()
-        }
-        held += [f"{node} failed: {error}" for node, error in list(failed.items())[:2]]
-        return "; ".join(held) or "everybody is done"
-
     # --- sets of chunks ---
-
-    def _living(self) -> Iterator[str]:
-        return (node for node in self._labels if node not in self._given_up)
 
     @property
     def _is_settled(self) -> bool:
@@ -289,7 +218,7 @@ class StreamRun:
         """Leases the lowest free chunks to a node that needs them, or that all others have failed for."""
         if self.state != "running" or len(member.leases) >= num_wanted:
             return
-        if now_s < member.paused_until_s and any(m.paused_until_s <= now_s for m in self._members):
+        if self._rests(member, now_s):
             return
         needed = self._needed()
         free = needed & ~self._held() & ~self._leased() & ~member.refused
@@ -306,46 +235,14 @@ class StreamRun:
                 return
             member.leases[lowest_bit(bit)] = now_s
 
-    def _fetch_failed(self, member: Member, failure: FetchFailure, now_s: float) -> None:
-        if failure.chunk in member.leases:
-            if now_s >= member.paused_until_s:
-                member.pause_s = min(_MAX_PAUSE_S, max(_PAUSE_S, 2 * member.pause_s))
-                member.paused_until_s = now_s + member.pause_s
-            self._pass_on(failure.chunk, member, failure.error)
-
-    def _pass_on(self, chunk: int, member: Member, error: Exception) -> None:
-        """A holder of a lease has failed: the chunk goes to the next, or, where none is left, the error to
-        all."""
-        member.refused |= 1 << chunk
-        member.misses.pop(chunk, None)
+    def _drop_lease(self, chunk: int, member: Member) -> bool:
         del member.leases[chunk]
-        if not self._held() >> chunk & 1:
-            self._failures.setdefault(chunk, {})[member.node] = error
-            self._check_tried(chunk)
-
-    def _check_tried(self, chunk: int) -> None:
-        tried = self._failures[chunk]
-        if len(tried) < _MAX_TRIES and any(not m.refused >> chunk & 1 for m in self._members):
-            return
-        *others, (_, error) = tried.items()
-        for node, other in others:
-            error.add_note(f"also on node {self._name(node)}: {other}")
-        self.fail(error)
+        return not self._held() >> chunk & 1
 
     def _check_all_tried(self) -> None:
+        # When nobody takes part, somebody may come.
         if len(self._members):
-            for chunk in list(self._failures):
-                self._check_tried(chunk)
-
-    def _take_overdue(self, now_s: float) -> None:
-        """Passes on leases that were kept too long, where somebody else could take them."""
-        since_s = now_s - self.spec.chunk_lease_s
-        for member in self._members:
-            for chunk in [chunk for chunk, taken_s in member.leases.items() if taken_s <= since_s]:
-                if any(m is not member and not m.refused >> chunk & 1 for m in self._members):
-                    told = f"held chunk {chunk} ({self._table.describe(chunk)}) for "
-                    told += f"{self.spec.chunk_lease_s:g} s without having fetched it"
-                    self._pass_on(chunk, member, ClusterError(told, node=self._name(member.node)))
+            super()._check_all_tried()
 
     def _not_passed(self, member: Member, chunk: int, provider: int, now_s: float) -> None:
         """A node couldn't get a chunk from the one that holds it: after some tries, it fetches it itself.
@@ -359,7 +256,7 @@ class StreamRun:
             return
         misses, _ = member.misses.get(chunk, (0, now_s))
         member.misses[chunk] = misses + 1, now_s
-        if misses + 1 >= _MAX_MISSES and not member.refused >> chunk & 1:
+        if misses + 1 >= MAX_MISSES and not member.refused >> chunk & 1:
             member.leases.setdefault(chunk, now_s)
 
     # --- members ---
@@ -394,17 +291,12 @@ class StreamRun:
         member.finished = report.finished and self._needs.get(member.node) == 0
         self._check_done()
 
-    def _check_done(self) -> None:
-        living = [self._members.get(node) for node in self._living()]
-        self._done = self._done or all(member is not None and member.finished for member in living)
-
     # --- words ---
 
     def _orders(self, member: Member, report: NodeReport) -> Orders:
         if self.state != "running":
             return Orders("over", "" if self.error is None else str(self.error))
         member.serial += 1
-        next_s = min(_MAX_REPORT_S, max(_MIN_REPORT_S, len(self._members) / _REPORTS_PER_S))
         keep = None
         if self._is_settled:
             keep = member.has
@@ -418,7 +310,7 @@ class StreamRun:
             tuple(sorted(member.leases)),
             self._routes(member),
             nodes=tuple(self._members.ids[report.seen_nodes :]),
-            next_s=next_s,
+            next_s=self._next_s,
             keep=keep,
             checks=tuple((self._checks or {}).get(member.node, ())),
         )
@@ -437,9 +329,6 @@ class StreamRun:
                 found |= dict.fromkeys(_few(other.has & needs), other.index)
         return array("Q", [pack_route(chunk, found[chunk], NOBODY) for chunk in sorted(found)])
 
-    def _name(self, node: str) -> str:
-        return self._labels.get(node, node)
-
     def _not_done(self, node: str, now_s: float) -> str:
         member, name = self._members.get(node), self._name(node)
         if member is None:
@@ -448,29 +337,18 @@ class StreamRun:
             return f"{name} (its ranks haven't said what they need)"
         if member.finished:
             return ""
-        silent_s = self.spec.node_lease_s - (member.expires_s - now_s)
+        silent_s = self._silent_s(member, now_s)
         left, all_ = self._needs[node].bit_count(), self._at_first[node].bit_count()
         return f"{name} (lacks {left} of {all_} chunks, last heard of {silent_s:.0f} s ago)"
 
-    def _node_state(self, node: str) -> NodeState:
-        member, label = self._members.get(node), self._name(node)
-        if member is None:
-            return NodeState(node, label, "lost" if node in self._given_up else "absent")
-        last = member.last or NodeReport(self.spec.run, node, Ticket(0, 0))
-        taken = self._at_first.get(node, 0) & ~self._needs.get(node, 0)
-        return NodeState(
-            node,
-            label,
-            "finished" if member.finished else "working",
-            self._table.nbytes_of(taken),
-            last.fetched_bytes,
-            last.received_bytes,
-            last.sent_bytes,
-            last.peak_store_bytes,
-            last.fetch_bytes_per_s,
-            last.send_bytes_per_s,
-            notes=last.notes,
-        )
+    def _num_with_nobody(self) -> int:
+        return (self._needed() & ~self._held() & ~self._leased()).bit_count()
+
+    def _bytes_for(self, node: str) -> int:
+        return self._table.nbytes_of(self._at_first.get(node, 0))
+
+    def _bytes_at(self, member: Member) -> int:
+        return self._table.nbytes_of(self._at_first.get(member.node, 0) & ~self._needs.get(member.node, 0))
 
 
 def _few(bits: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raywl.coordination import NOBODY, ChunkTable, FetchFailure, NodeReport, StageSpec, StagingBoard
 from raywl.coordination.chunks import each_bit, lowest_bit
 from raywl.coordination.stage_messages import unpack_route
+from raywl.coordination.stream_run import StreamRun
 from raywl.errors import SourceError, StagingTimeout
 
 TABLE = ChunkTable((("a", 35), ("empty", 0), ("b", 10), ("c", 41)), 10)
@@ -377,6 +378,16 @@ def test_the_first_chunk_of_all_may_exceed_the_window():
     error = SourceError("s3://bucket", "refused", status=500)
     report("n1", 0b01, failed=(FetchFailure(0, error),))
     assert report("n0", 0b00, holds=0b10).leases == (0,)
+
+
+def test_two_that_fetch_one_chunk_since_the_same_moment_are_both_named():
+    """As nodes do that can't get it from the one that has it."""
+    run = StreamRun(spec_of(2), 1, 0.0)
+    for number, node in enumerate(NAMES[:2], 1):
+        run.join(node, 0, (), (), number, 0.0)
+        run._members.get(node).leases[0] = 0.0
+    told = run.status(1.0).waiting
+    assert [f"{node.upper()} fetches chunk 0" in told for node in NAMES[:2]] == [True, True]
 
 
 def test_silence_has_an_end():

@@ -114,6 +114,10 @@ def _rank(
     else:
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if port is not None:
+        # One that ends at once must not do so while others still connect to it.
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{other}" for other in range(size)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

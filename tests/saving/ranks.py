@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -38,7 +39,9 @@ def main(folder: str, rank: int, size: int, store: str) -> None:
     reports.append(raywl.save_sharded(model, f"{folder}/loaded", max_file_bytes=100).to_dict())
     dist.barrier()
     dist.destroy_process_group()
-    print(json.dumps(reports))
+    print(json.dumps(reports), flush=True)
+    # Threads of torch's may be at their end still, and one that meets the interpreter's aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
